@@ -1,0 +1,358 @@
+"""The kinds of layer, each seen as ``b = W a``: inputs and errors as rows, weight (and bias) as one matrix and back.
+
+Past this file every layer looks the same: inputs ``a`` are ``(N, R, m)`` and errors ``e`` are ``(N, R, n)`` for N datapoints
+with R rows each (1 for a plain linear layer, locations for a convolution, tokens for a sequence). A grouped convolution has one
+matrix per group and a leading group dimension everywhere: ``(G, N, R, m)``. A trainable bias is one more input, always 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Layer:
+    """One module whose forward is ``b = W a`` in disguise.
+
+    ``n`` and ``m`` are the sizes of (one group's) matrix ``[W, bias]``; ``m`` counts the bias input where there is one.
+    The weight is passed in rather than read from the module, since ``functional_call`` and FSDP swap it.
+    """
+
+    diagonal = False  # is the second moment of the inputs diagonal (one-hot inputs)?
+    n: int
+    m: int
+    groups: int = 1
+
+    def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
+        self.name, self.module = name, module
+        bias = getattr(module, "bias", None)
+        self.has_bias = with_bias and isinstance(bias, Tensor) and bias.requires_grad
+
+    @property
+    def label(self) -> str:
+        """A name for messages, also where the layer is the whole model."""
+        return self.name or type(self.module).__name__
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias, where it is trained together with the weight."""
+        return self.module.bias if self.has_bias else None  # type: ignore[return-value]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.weight] + ([self.bias] if self.bias is not None else [])
+
+    @property
+    def prior_precision(self) -> float:
+        """Precision of the usual (Kaiming) initialisation: ``fan_in / 2``."""
+        return (self.m - self.has_bias) / 2
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        """The module's input as ``a``: ``(N, R, m)``, or ``(G, N, R, m)``."""
+        raise NotImplementedError
+
+    def error_rows(self, e: Tensor) -> Tensor:
+        """The gradient of the module's output as rows: ``(N, R, n)``, or ``(G, N, R, n)``."""
+        raise NotImplementedError
+
+    def rows(self, e: Tensor) -> int:
+        """How many rows ``N·R`` an error tensor of this layer holds."""
+        return e.numel() // (self.n * self.groups)
+
+    def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
+        """``dL/dx`` for ``e = dL/db``, in the shape of ``x``."""
+        raise NotImplementedError
+
+    def weight_gradient(self, x: Tensor, e: Tensor) -> Tensor:
+        """``Eᵀ A``, the plain gradient of ``[W, bias]`` as a matrix ``(n, m)`` or ``(G, n, m)``."""
+        A, E = self.input_rows(x).flatten(-3, -2), self.error_rows(e).flatten(-3, -2)
+        return E.mT @ A
+
+    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Weight and bias (or their gradients) as the matrix ``(n, m)`` or ``(G, n, m)``."""
+        matrix = weight.reshape(self.groups, self.n, -1)
+        if bias is not None:
+            matrix = torch.cat([matrix, bias.reshape(self.groups, self.n, 1)], dim=-1)
+        return matrix if self.groups > 1 else matrix[0]
+
+    def split(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The inverse of ``join``: tensors of the shape of the weight and of the bias."""
+        shape = self.weight_shape
+        if not self.has_bias:
+            return matrix.reshape(shape), None
+        return matrix[..., :-1].reshape(shape), matrix[..., -1].reshape(-1)
+
+    @property
+    def weight_shape(self) -> torch.Size:
+        return self.weight.shape
+
+    def _append_one(self, a: Tensor) -> Tensor:
+        return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1) if self.has_bias else a
+
+
+class Linear(Layer):
+    """``nn.Linear`` over any number of leading dimensions; the first is the datapoint, the others are rows."""
+
+    def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
+        super().__init__(name, module, with_bias)
+        self.n, inputs = self.weight.shape
+        self.m = inputs + self.has_bias
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        return self._append_one(_datapoints_and_rows(x))
+
+    def error_rows(self, e: Tensor) -> Tensor:
+        return _datapoints_and_rows(e)
+
+    def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
+        return e @ weight
+
+
+class TransposedLinear(Linear):
+    """A linear layer that stores its weight as ``(in, out)``, such as ``Conv1D`` of transformers' GPT-2."""
+
+    def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
+        Layer.__init__(self, name, module, with_bias)
+        inputs, self.n = self.weight.shape
+        self.m = inputs + self.has_bias
+
+    def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
+        return e @ weight.mT
+
+    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().join(weight.mT, bias)
+
+    def split(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.has_bias:
+            return matrix.mT.contiguous(), None
+        return matrix[..., :-1].mT.contiguous(), matrix[..., -1].contiguous()
+
+
+class Conv(Layer):
+    """``nn.Conv1d/2d/3d``: the rows are the patches under the kernel, one per output location.
+
+    Patches are only cut out where they are needed (second moments, few rows); plain gradients use the convolution's own kernels.
+    """
+
+    def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
+        super().__init__(name, module, with_bias)
+        self.groups = module.groups  # type: ignore[assignment]
+        self.n = self.weight.shape[0] // self.groups
+        self.m = math.prod(self.weight.shape[1:]) + self.has_bias
+        self.spatial = self.weight.dim() - 2
+        conv: Any = module
+        self.stride, self.dilation, self.kernel = conv.stride, conv.dilation, conv.kernel_size
+        self.padding_mode: str = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        self.both_sides: list[int] = list(conv._reversed_padding_repeated_twice)  # F.pad's order: last dimension first
+        left, right = self.both_sides[::2], self.both_sides[1::2]
+        self.native_padding = left[::-1] if self.padding_mode == "constant" and left == right else None
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        x = self._pad(self._batched(x))
+        for d in range(self.spatial):  # window of the kernel's extent, every stride; then every dilation-th entry of it
+            x = x.unfold(2 + d, self.dilation[d] * (self.kernel[d] - 1) + 1, self.stride[d])[..., :: self.dilation[d]]
+        N, C, k = x.shape[0], x.shape[1], self.spatial
+        x = x.unflatten(1, (self.groups, C // self.groups))  # (N, G, C/G, *locations, *kernel)
+        order = [1, 0, *range(3, 3 + k), 2, *range(3 + k, 3 + 2 * k)]
+        a = x.permute(order).reshape(self.groups, N, math.prod(x.shape[3 : 3 + k]), self.m - self.has_bias)
+        return self._append_one(a if self.groups > 1 else a[0])
+
+    def error_rows(self, e: Tensor) -> Tensor:
+        e = self._batched(e).flatten(2)  # (N, G·n, R)
+        e = e.unflatten(1, (self.groups, self.n)).permute(1, 0, 3, 2)
+        return e if self.groups > 1 else e[0]
+
+    def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
+        if self.native_padding is not None:
+            gradient = self._backward(self._batched(x), e, weight, self.native_padding, (True, False))[0]
+        else:  # the padding is its own linear map: convolve the padded input without padding, then pull back through the pad
+            with torch.enable_grad():
+                source = self._batched(x).detach().requires_grad_()
+                padded = self._pad(source)
+            gradient = self._backward(padded.detach(), e, weight, [0] * self.spatial, (True, False))[0]
+            gradient = torch.autograd.grad(padded, source, gradient)[0]
+        return gradient.reshape(x.shape)
+
+    def weight_gradient(self, x: Tensor, e: Tensor) -> Tensor:
+        x, padding = self._batched(x), self.native_padding
+        if padding is None:
+            x, padding = self._pad(x), [0] * self.spatial
+        shape_only = x.new_empty(()).expand(self.weight_shape)
+        gradient = self._backward(x, e, shape_only, padding, (False, True))[1]
+        bias = self._batched(e).flatten(2).sum((0, 2)) if self.has_bias else None
+        return self.join(gradient, bias)
+
+    def _backward(self, x: Tensor, e: Tensor, weight: Tensor, padding: list[int], wanted: tuple[bool, bool]) -> Any:
+        """(input gradient, weight gradient) by the convolution's own backward kernels."""
+        return torch.ops.aten.convolution_backward(
+            self._batched(e), x, weight, None, self.stride, padding, self.dilation, False, [0] * self.spatial, self.groups,
+            [*wanted, False],
+        )  # fmt: skip
+
+    def _batched(self, x: Tensor) -> Tensor:
+        return x if x.dim() == self.spatial + 2 else x.unsqueeze(0)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.both_sides, self.padding_mode) if any(self.both_sides) else x
+
+
+class Embedding(Layer):
+    """``nn.Embedding``: the input is one-hot, so its second moment is diagonal: how often each index occurs per datapoint.
+
+    As a matrix the weight is ``(n, m)`` = (features, indices), the transpose of how it is stored.
+    """
+
+    diagonal = True
+
+    def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
+        super().__init__(name, module, with_bias)
+        self.m, self.n = self.weight.shape
+        self.padding_idx: int | None = module.padding_idx  # type: ignore[assignment]
+
+    @property
+    def prior_precision(self) -> float:
+        return 1.0  # nn.Embedding is initialised with unit variance
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        """One-hot rows ``(N, R, m)``: for tests and small models; nothing in training calls it."""
+        one_hot = F.one_hot(x.reshape(len(x) if x.dim() else 1, -1), self.m).to(self.weight.dtype)
+        if self.padding_idx is not None:
+            one_hot[..., self.padding_idx] = 0  # this row has no gradient, so it is no input either
+        return one_hot
+
+    def error_rows(self, e: Tensor) -> Tensor:
+        return _datapoints_and_rows(e)
+
+    def counts(self, x: Tensor) -> Tensor:
+        """How often each index occurs in ``x``: the diagonal of ``AᵀA``, ``(m,)``."""
+        counts = torch.bincount(x.reshape(-1), minlength=self.m)
+        if self.padding_idx is not None:
+            counts[self.padding_idx] = 0
+        return counts.to(torch.promote_types(self.weight.dtype, torch.float32))
+
+    def weight_gradient(self, x: Tensor, e: Tensor) -> Tensor:
+        gradient = e.new_zeros(self.m, self.n).index_add_(0, x.reshape(-1), e.reshape(-1, self.n))
+        if self.padding_idx is not None:
+            gradient[self.padding_idx] = 0
+        return gradient.mT
+
+    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return weight.mT
+
+    def split(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        return matrix.mT.contiguous(), None
+
+
+def _datapoints_and_rows(x: Tensor) -> Tensor:
+    """``(*, k)`` as ``(N, R, k)``: the first dimension is the datapoint, those between are rows; one vector is one datapoint."""
+    return x.reshape(len(x) if x.dim() > 1 else 1, -1, x.shape[-1])
+
+
+# --- which layers of a model are covered -----------------------------------------------------------------------------------
+
+KINDS: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: Linear,
+    nn.Conv1d: Conv,
+    nn.Conv2d: Conv,
+    nn.Conv3d: Conv,
+    nn.Embedding: Embedding,
+}
+KINDS_BY_NAME = {"transformers.pytorch_utils.Conv1D": TransposedLinear}  # kinds of libraries we do not import
+
+
+def kind_of(module: nn.Module) -> type[Layer] | None:
+    """The kind of a module, or None. A subclass counts while it keeps its parent's ``forward``."""
+    cls = type(module)
+    if kind := KINDS_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}"):
+        return kind
+    for known, kind in KINDS.items():
+        if isinstance(module, known) and cls.forward is known.forward:
+            return kind
+    return None
+
+
+def refusal(name: str, module: nn.Module, parent: nn.Module | None) -> str | None:
+    """Why a module of a known kind cannot be covered all the same; None if it can. Complex weights are an error."""
+    weight = module._parameters.get("weight")
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention calls its projections functionally, past their hooks; write q, k, v and out as nn.Linear"
+    if weight is None:
+        return "its weight is computed (parametrization), not a parameter"
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        raise ValueError(f"{name or 'the model'}: a lazy layer has no shape yet; run one batch through the model first.")
+    if not weight.requires_grad:
+        return "the layer's weight is frozen (requires_grad=False)"
+    if weight.is_complex():
+        raise TypeError(f"{name or 'the model'}: foof needs real floating-point weights, got {weight.dtype}; exclude this layer.")
+    if isinstance(module, nn.Embedding):
+        for option in ("sparse", "scale_grad_by_freq"):
+            if getattr(module, option):
+                return f"nn.Embedding with {option}=True"
+        if module.max_norm is not None:
+            return "nn.Embedding with max_norm renormalises its weight in the forward pass"
+    return None
+
+
+def covered_layers(model: nn.Module, exclude: Iterator[str] | tuple[str, ...] = ()) -> tuple[list[Layer], dict[str, str]]:
+    """The layers of a model that gradient descent on neurons can cover, and for each other trainable parameter why not.
+
+    ``exclude`` names modules (with all inside them) to leave alone.
+    """
+    excluded = tuple(exclude)
+    modules = dict(model.named_modules())
+    for name in excluded:
+        if name not in modules:
+            raise ValueError(f"exclude: the model has no module named {name!r}; names are those of model.named_modules().")
+    layers: list[Layer] = []
+    why: dict[int, str] = {}
+    for name, module in modules.items():
+        reason: str | None
+        if any(name == other or name.startswith(other + ".") for other in excluded):
+            reason = "excluded by request"
+        elif (kind := kind_of(module)) is None:
+            reason = _no_kind(module)
+        else:
+            reason = refusal(name, module, modules.get(name.rpartition(".")[0]))
+            if reason is None:
+                layers.append(kind(name, module))
+                continue
+        why.update({id(p): reason for p in module.parameters(recurse=False)})
+    layers = _without_rival_biases(layers, why)
+    covered = {id(p) for layer in layers for p in layer.parameters}
+    rest = {
+        name: why.get(id(p), "not of the form b = W a")
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in covered
+    }
+    return layers, rest
+
+
+def _without_rival_biases(layers: list[Layer], why: dict[int, str]) -> list[Layer]:
+    """Layers that tie their weight but not their bias share one second moment, so their biases go to the rest."""
+    biases: dict[tuple[int, type[Layer]], set[int | None]] = {}
+    for layer in layers:
+        biases.setdefault((id(layer.weight), type(layer)), set()).add(None if layer.bias is None else id(layer.bias))
+    kept = []
+    for layer in layers:
+        if len(biases[id(layer.weight), type(layer)]) > 1 and layer.bias is not None:
+            why[id(layer.bias)] = "its weight is tied to a layer with another bias"
+            layer = type(layer)(layer.name, layer.module, with_bias=False)
+        kept.append(layer)
+    return kept
+
+
+def _no_kind(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention calls its projections functionally, past their hooks; write q, k, v and out as nn.Linear"
+    if isinstance(module, tuple(KINDS)):
+        return f"{type(module).__name__} overrides {type(module).__mro__[1].__name__}.forward"
+    return f"{type(module).__name__} is not of the form b = W a"

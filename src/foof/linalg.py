@@ -1,0 +1,81 @@
+"""Damped factorisations, inverses and solves: tensors in, tensors out.
+
+Every matrix here is symmetric positive semi-definite before damping; leading dimensions are batch dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+JITTERS = (1e-6, 1e-4)  # fractions of the mean eigenvalue, tried in turn before float64
+
+
+def add_damping(S: Tensor, damping: float | Tensor) -> Tensor:
+    """``S + λI`` as a new tensor. S ``(..., m, m)``; λ a number, or one per batch entry ``(...)``."""
+    damped = S.clone()
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping)
+    return damped
+
+
+def damped_cholesky(S: Tensor, damping: float | Tensor, name: str = "matrix") -> Tensor:
+    """Lower ``L`` with ``L Lᵀ = S + λI``. S ``(..., m, m)``.
+
+    Where rounding leaves ``S + λI`` indefinite: a little jitter, then float64, then a ``LinAlgError`` that says what to do.
+    """
+    damped = add_damping(S, damping)
+    L, info = torch.linalg.cholesky_ex(damped)
+    if not info.any():
+        return L
+    if not torch.isfinite(S).all():
+        raise torch.linalg.LinAlgError(f"{name}: the {tuple(S.shape)} second moment holds NaN or inf; damping cannot mend that.")
+    mean_eigenvalue = damped.diagonal(dim1=-2, dim2=-1).mean(-1).abs()
+    for jitter in JITTERS:
+        L, info = torch.linalg.cholesky_ex(add_damping(damped, jitter * mean_eigenvalue))
+        if not info.any():
+            return L
+    L64, info = torch.linalg.cholesky_ex(add_damping(S.double(), damping))
+    if not info.any():
+        return L64.to(S.dtype)
+    raise torch.linalg.LinAlgError(_explain_failure(S, damping, name))
+
+
+def _explain_failure(S: Tensor, damping: float | Tensor, name: str) -> str:
+    eigenvalues = torch.linalg.eigvalsh(S.double())
+    smallest, largest = eigenvalues.min().item(), eigenvalues.max().item()
+    used = float(damping.min()) if isinstance(damping, Tensor) else damping
+    enough = 10.0 ** math.ceil(math.log10(max(largest * 1e-5, -2 * smallest, 1e-30)))
+    return (
+        f"{name}: S + λI of shape {tuple(S.shape)} is not positive definite, even with jitter and in float64 "
+        f"(eigenvalues of S from {smallest:.3g} to {largest:.3g}, λ = {used:.3g}). Try damping ≥ {enough:.0e}."
+    )
+
+
+def damped_inverse(S: Tensor, damping: float | Tensor, name: str = "matrix") -> Tensor:
+    """``P = (S + λI)⁻¹``, by Cholesky. S, P ``(..., m, m)``."""
+    return torch.cholesky_inverse(damped_cholesky(S, damping, name))
+
+
+def solve_right(X: Tensor, L: Tensor) -> Tensor:
+    """``X (L Lᵀ)⁻¹`` without forming the inverse. X ``(..., r, m)``, L ``(..., m, m)`` lower triangular."""
+    half = torch.linalg.solve_triangular(L.mT, X, upper=True, left=False)
+    return torch.linalg.solve_triangular(L, half, upper=False, left=False)
+
+
+def eigh(S: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues ``s ≥ 0`` ``(..., m)`` and eigenvectors in the *columns* of ``U``: ``S = U diag(s) Uᵀ``."""
+    s, U = torch.linalg.eigh(S)
+    return s.clamp_min(0), U
+
+
+def kronecker_solve(G: Tensor, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], damping: float | Tensor) -> Tensor:
+    """``X`` with ``S_E X S_A + λX = G``: Eq. (3) of the paper, solved exactly in the eigenbases.
+
+    ``X = U_E [(U_Eᵀ G U_A) / (s_E s_Aᵀ + λ)] U_Aᵀ``. G, X ``(..., n, m)``; left = (s_E, U_E), right = (s_A, U_A).
+    """
+    (s_E, U_E), (s_A, U_A) = left, right
+    rotated = U_E.mT @ G @ U_A
+    return U_E @ (rotated / (s_E.unsqueeze(-1) * s_A.unsqueeze(-2) + damping)) @ U_A.mT

@@ -1,0 +1,43 @@
+"""FOOF, Algorithm 1 of the paper: gradient descent on neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from foof.optim.base import NeuronOptimizer
+from foof.optim.preconditioner import Preconditioner
+
+
+class FOOF(NeuronOptimizer):
+    """``W ← W - lr · Eᵀ A (Σ + λI)⁻¹`` for every covered layer (Eq. 6), a drop-in ``torch.optim.Optimizer``.
+
+    ``Σ`` is the normalised moving average of ``1/N Σ_i Σ_r a_ir a_irᵀ``: mean over datapoints, sum over rows. In this scale the
+    paper's fully connected setting (lr 30, λ 100 at batch 100) is (0.3, 1).
+
+    Args:
+        model: its linear, convolution and embedding layers are covered; ``foof.explain(model)`` shows which.
+        lr: learning rate η. Since a larger λ shortens the step, search over lr/λ.
+        damping: λ > 0, or ``"auto"``: the precision of the weight initialisation (Appendix K), so that only lr is left to tune.
+        relative: λ is ``damping`` times the mean eigenvalue of Σ, layer by layer: for inputs of very different scales.
+        momentum, weight_decay: of the neuron gradient; the decay is decoupled.
+        ema: decay m of the moving averages; 0 uses the latest batch only.
+        T, S: Σ is inverted every T steps and fed on the S steps before (default ``min(T, 10)``); at S = T on every step.
+        rest: how parameters that are not covered are stepped: ``"adamw"`` (lr 1e-3), ``"sgd"``, or a mapping with options,
+            ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``.
+        groups: parameter groups with their own lr, damping, relative, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``.
+        exclude: names of modules to leave to the rest.
+        maximize: ascend instead.
+    """
+
+    def __init__(self, model: nn.Module, lr: float = 0.3, damping: float | str = 1.0, *, relative: bool = False,
+                 momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100, S: int | None = None,
+                 rest: str | Mapping[str, Any] = "adamw", groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
+                 maximize: bool = False) -> None:  # fmt: skip
+        defaults = {"lr": lr, "damping": damping, "relative": relative, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(
+            model, defaults, groups, rest, maximize,
+            lambda damping_of: Preconditioner(model, damping_of, ema, T, S, exclude),
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Moving averages of second moments, and when they are due.
+
+``Sigma ← normalised moving average of 1/N Σ_i Σ_r a_ir a_irᵀ``: mean over datapoints, sum over rows (DESIGN, "Scale").
+What one step sees is gathered first and folded in when the step is taken, so that a skipped step leaves no trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision statistics are kept in: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Gathered:
+    """What one step has seen of one second moment: the sum over rows, and over how many datapoints.
+
+    Several calls of a layer within one backward pass add rows to the same datapoints; several backward passes
+    (gradient accumulation) add datapoints.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows: Tensor | None = None  # (..., k, m), not yet multiplied out
+        self.moment: Tensor | None = None  # (..., m, m) or (m,)
+        self.datapoints = 0
+        self._last_pass: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.datapoints > 0
+
+    def add_rows(self, rows: Tensor, datapoints: int, pass_id: int) -> None:
+        """Rows ``(..., k, m)``. Kept as they are while that is smaller than their product, and they are alone."""
+        self._count(datapoints, pass_id)
+        rows = rows.to(wide(rows.dtype))
+        if self.rows is None and self.moment is None and rows.shape[-2] <= rows.shape[-1]:
+            self.rows = rows
+            return
+        if self.rows is not None:
+            self.moment, self.rows = self.rows.mT @ self.rows, None
+        self._add(rows.mT @ rows)
+
+    def add_moment(self, moment: Tensor, datapoints: int, pass_id: int) -> None:
+        """A second moment already summed over its rows, ``(..., m, m)`` or its diagonal ``(m,)``."""
+        self._count(datapoints, pass_id)
+        self._add(moment.to(wide(moment.dtype)))
+
+    def finite(self) -> Tensor:
+        """Is all of it finite? A boolean tensor, so that one look at the device serves all layers.
+
+        The sum shows it: a NaN or inf stays in it, and entries so large that only the sum overflows would overflow when squared.
+        """
+        seen = self.rows if self.rows is not None else self.moment
+        assert seen is not None
+        return torch.isfinite(seen.sum())
+
+    def _count(self, datapoints: int, pass_id: int) -> None:
+        if pass_id != self._last_pass:
+            self.datapoints += datapoints
+            self._last_pass = pass_id
+
+    def _add(self, moment: Tensor) -> None:
+        self.moment = moment if self.moment is None else self.moment.add_(moment)
+
+
+class MovingAverage:
+    """Normalised exponential moving average ``x̂_t = Σ_s m^(t-s) x_s / Σ_s m^(t-s)``; of one batch it is that batch's value.
+
+    Kept as ``x̂ ← (1-α) x̂ + α x`` with ``α = (1-m)/w`` and the mass ``w ← m w + (1-m)``. Since ``x̂`` is symmetric, updates of a
+    large one leave out its upper right quarter, which is mirrored when the value is read.
+    """
+
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+        self._mirrored = True
+        self.mass = 0.0
+        self.updates = 0
+
+    @property
+    def value(self) -> Tensor | None:
+        """``(..., m, m)`` or ``(m,)``; None before the first update."""
+        if self._value is not None and not self._mirrored:
+            half = self._value.shape[-1] // 2
+            self._value[:half, half:] = self._value[half:, :half].mT
+            self._mirrored = True
+        return self._value
+
+    @value.setter
+    def value(self, value: Tensor | None) -> None:
+        self._value, self._mirrored = value, True
+
+    def update(self, seen: Gathered, decay: float) -> None:
+        """Fold in what one step saw: ``x = (sum over rows) / datapoints``."""
+        self.mass = decay * self.mass + (1 - decay)
+        self.updates += 1
+        alpha = (1 - decay) / self.mass
+        scale = alpha / seen.datapoints
+        if self._value is None:
+            moment = seen.rows.mT @ seen.rows if seen.rows is not None else seen.moment
+            assert moment is not None
+            self.value = moment * scale
+        elif seen.rows is not None and seen.rows.dim() == 2:
+            half = self._value.shape[-1] // 2
+            left, right = seen.rows[:, :half], seen.rows[:, half:]
+            self._value[:half, :half].addmm_(left.mT, left, beta=1 - alpha, alpha=scale)
+            self._value[half:].addmm_(right.mT, seen.rows, beta=1 - alpha, alpha=scale)
+            self._mirrored = False
+        else:
+            moment = seen.rows.mT @ seen.rows if seen.rows is not None else seen.moment
+            assert moment is not None
+            self._value.mul_(1 - alpha).add_(moment, alpha=scale)
+
+    def state_dict(self) -> dict[str, Tensor | float | int | None]:
+        return {"value": None if self.value is None else self.value.clone(), "mass": self.mass, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Tensor | float | int | None], device: torch.device) -> None:
+        value = state["value"]
+        self.value = value.to(device, copy=True) if isinstance(value, Tensor) else None
+        self.mass, self.updates = float(state["mass"]), int(state["updates"])  # type: ignore[arg-type]
+
+
+@dataclass
+class Schedule:
+    """When statistics are gathered and when they are inverted: S of every T steps, as in Algorithm 1.
+
+    In Algorithm 1's order, step t first updates the parameters with the inverse at hand, then inverts if ``inverts()``, then
+    folds the step's batch into the averages if ``gathers()``. Without an initialisation before training (``warming_up``), every
+    one of the first T steps is gathered and inversions come after steps 0, 1, 2, 4, 8, ... until the period T is reached.
+    """
+
+    T: int
+    S: int
+    t: int = 0
+    warming_up: bool = True
+
+    def __post_init__(self) -> None:
+        if self.T < 1:
+            raise ValueError(f"T is the number of steps between inversions: it must be at least 1, got {self.T}.")
+        if not 1 <= self.S <= self.T:
+            raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: it must be in 1..{self.T}, got {self.S}.")
+
+    def gathers(self) -> bool:
+        """``((t + S) mod T) ∈ {0, ..., S-1}``: the S steps before an inversion."""
+        return (self.t + self.S) % self.T < self.S or (self.warming_up and self.t < self.T)
+
+    def inverts(self) -> bool:
+        """``(t mod T) = 0``."""
+        return self.t % self.T == 0 or (self.warming_up and self.t < self.T and self.t & (self.t - 1) == 0)
+
+    def advance(self) -> None:
+        self.t += 1

@@ -1,0 +1,144 @@
+"""The tap: the one place where a layer's inputs ``a`` and errors ``e`` meet.
+
+A forward hook hands the layer's output on through an autograd node of our own. Its backward receives ``e = dL/db``, has the
+inputs at hand, computes the input gradient as usual and asks a *receiver* for the weight gradient: the plain ``Eᵀ A``, a
+preconditioned one, or none at all (a Fisher pass only records). The layer's own backward never runs, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from foof.layers import Layer
+
+
+class Receiver(Protocol):
+    """What stands behind a tap."""
+
+    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
+        """The gradient for ``[W, bias]`` as a matrix ``(n, m)`` or ``(G, n, m)``, or None for no gradient.
+
+        x is the module's input, e the gradient of its output, both in the shapes the module uses; e in its own precision.
+        """
+
+
+class _Junction(torch.autograd.Function):
+    """Identity on the (detached) output; the backward is the layer's."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer, receiver: Receiver) -> Tensor:
+        ctx.mark_dirty(out)  # so that an in-place activation may follow
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.receiver, ctx.bias_dtype = layer, receiver, None if bias is None else bias.dtype
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        layer: Layer = ctx.layer
+        with torch.autocast(e.device.type, enabled=False):
+            grad_x = grad_weight = grad_bias = None
+            if needs_weight and (matrix := ctx.receiver.receive(layer, x, e)) is not None:
+                grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
+                if grad_bias is not None:
+                    grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
+            if needs_x:
+                grad_x = layer.input_gradient(x.to(e.dtype), e, weight.to(e.dtype)).to(x.dtype)
+        return None, grad_x, grad_weight, grad_bias, None, None
+
+
+class Tap:
+    """A forward hook that opens one layer to a receiver. Copies and pickles of the model carry no tap.
+
+    The receiver is held weakly, so that an optimizer nobody keeps lets go of its model.
+    """
+
+    def __init__(self, layer: Layer, receiver: Receiver, first: bool = True) -> None:
+        self.layer = layer
+        self._receiver = weakref.ref(receiver)
+        # First in line: before FSDP reshards the weight. A Fisher pass goes last, on top of any other tap.
+        self._handle = layer.module.register_forward_hook(self, with_kwargs=True, prepend=first)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
+        receiver, layer = self.receiver, self.layer
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        if receiver is None or not (torch.is_grad_enabled() and weight.requires_grad) or _inside_transform():
+            return None
+        x = args[0] if args else next(iter(kwargs.values()))
+        return _Junction.apply(out.detach(), x, weight, module.bias if layer.has_bias else None, layer, receiver)  # type: ignore[no-any-return]
+
+    @property
+    def receiver(self) -> Receiver | None:
+        return self._receiver()
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        self._handle.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_tap, ()
+
+
+class _NoTap:
+    """What a copy of a tap becomes: a hook that does nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        return None
+
+
+def _no_tap() -> _NoTap:
+    return _NoTap()
+
+
+def _inside_transform() -> bool:
+    """Within ``torch.func`` transforms (vmap, grad) the tap stands aside: gradients there are plain."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def existing_tap(module: nn.Module) -> Tap | None:
+    """The live tap on a module, if any."""
+    for hook in module._forward_hooks.values():
+        if isinstance(hook, Tap) and hook.receiver is not None:
+            return hook
+    return None
+
+
+def backward_pass_id() -> int:
+    """A number that all nodes of one backward pass share, and no other pass has."""
+    return torch._C._current_graph_task_id()
+
+
+@contextmanager
+def tapped(layers: Iterable[Layer], receiver: Receiver) -> Iterator[None]:
+    """Tap these layers for as long as the context lasts, on top of any taps they have."""
+    taps = [Tap(layer, receiver, first=False) for layer in layers]
+    try:
+        yield
+    finally:
+        for tap in taps:
+            tap.remove()
+
+
+@contextmanager
+def inputs_seen(layers: Iterable[Layer], see: Callable[[Layer, Tensor], None]) -> Iterator[None]:
+    """Call ``see(layer, x)`` with the input of each of these layers, in forward passes within the context."""
+
+    def hook(layer: Layer) -> Any:
+        return layer.module.register_forward_hook(
+            lambda _module, args, kwargs, _out: see(layer, args[0] if args else next(iter(kwargs.values()))), with_kwargs=True
+        )
+
+    handles = [hook(layer) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
