@@ -67,7 +67,8 @@ class Data:
 
 def _read_mnist(folder: Path) -> tuple[Pair, Pair]:
     def pair(split: str) -> Pair:
-        return formats.read_idx_pair(*(_find(folder, f"{split}-{kind}") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")))
+        kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
+        return formats.read_idx_pair(*(_find(folder, f"{split}-{kind}") for kind in kinds))
 
     return pair("train"), pair("t10k")
 

@@ -27,6 +27,7 @@ from foof.study.data import Data
 from foof.study.methods import method
 from foof.study.setting import Record, Setting, Value
 
+LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported, but not typed so
 Batch = tuple[Tensor, Tensor]
 Watch = Callable[[int, float], None]  # called with the step and its loss, whenever a point is logged
 INITIAL_BATCHES = 50  # Appendix K: statistics of 50 mini-batches before training
@@ -99,6 +100,7 @@ def run(setting: Setting, watch: Watch | None = None, threads: int = 1) -> Recor
     cost = {
         "seconds": time.perf_counter() - start,
         "seconds_per_step": statistics.median(log.seconds) if log.seconds else math.nan,
+        # of the whole process: a worker that ran something larger before keeps that peak
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20),
     }
     return Record(
@@ -127,7 +129,7 @@ def _train(model: nn.Module, train: Data, setting: Setting, watch: Watch | None)
                 _note(log, step, Progress(model, batch, loss), setting.measure, watch)
             if log.diverged:
                 break
-    except (torch.linalg.LinAlgError, ArithmeticError):  # the weights grew until a factor could not be inverted
+    except (LinAlgError, ArithmeticError):  # the weights grew until a factor could not be inverted
         log.diverged = True
     return log
 

@@ -39,7 +39,7 @@ class Setting:
     hidden: tuple[int, ...] = (1000, 1000, 1000)
     optimizer: str = "sgd"
     lr: float = 0.01
-    damping: float | None = None  # λ; None for methods without
+    damping: float | str | None = None  # λ, or "auto" (Appendix K); None for methods without
     options: tuple[tuple[str, Value], ...] = ()  # sorted pairs
     batch_size: int | None = 100  # None: full batch
     steps: int = 600
@@ -53,12 +53,12 @@ class Setting:
         object.__setattr__(self, "hidden", tuple(int(n) for n in self.hidden))
         object.__setattr__(self, "measure", tuple(sorted(set(self.measure))))
         object.__setattr__(self, "lr", float(self.lr))  # 1 and 1.0 are the same setting and must have the same key
-        if self.damping is not None:
+        if self.damping not in (None, "auto"):
             object.__setattr__(self, "damping", float(self.damping))
         positive = {"steps": self.steps, "log_every": self.log_every, "lr": self.lr, "damping": self.damping,
                     "batch_size": self.batch_size, "train_size": self.train_size}  # fmt: skip
         for name, value in positive.items():
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if isinstance(value, int | float) and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a positive number, but is {value!r}")
 
     @property

@@ -1,0 +1,123 @@
+"""The paper's protocol for hyperparameters (Appendix C).
+
+Learning rates from {1, 3}·10^i, damping from 10^(2i) (or 10^i); grids extended while the best lies on an edge; best by
+final training loss; then three seeds for the winner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from foof.study.setting import Record, Setting
+
+RunAll = Callable[[Sequence[Setting]], list[Record]]  # settings to their records in order, e.g. a sweep with its store
+
+
+def lr_at(i: int) -> float:
+    """The i-th value of the ladder ..., 0.1, 0.3, 1, 3, 10, ...; `lr_at(0)` is 1."""
+    decade, half = divmod(i, 2)
+    return float(f"{'3' if half else '1'}e{decade}")  # the exact decimal: 3e-4, not 0.00030000000000000003
+
+
+def lr_index(lr: float) -> int:
+    """The inverse of `lr_at`, for values on the ladder."""
+    decade = math.floor(math.log10(lr) + 1e-9)
+    i = 2 * decade + (lr / 10**decade > 2)
+    if not math.isclose(lr_at(i), lr, rel_tol=1e-6):
+        raise ValueError(f"learning rates are of the form {{1, 3}}·10^i, but {lr} was given")
+    return i
+
+
+def lr_grid(low: float, high: float) -> tuple[float, ...]:
+    """All values of the form {1, 3}·10^i from `low` to `high`."""
+    return tuple(lr_at(i) for i in range(lr_index(low), lr_index(high) + 1))
+
+
+def damping_grid(low: float, high: float, every: int = 2) -> tuple[float, ...]:
+    """Powers of ten from `low` to `high`, every second one as in the paper, or every one."""
+    return tuple(float(f"1e{i}") for i in range(round(math.log10(low)), round(math.log10(high)) + 1, every))
+
+
+@dataclass(frozen=True)
+class Search:
+    """One method's own search: a base setting, a first grid, and how many seeds its winner gets.
+
+    A single damping is a choice, not a grid: it is never extended. So is a single learning rate.
+    """
+
+    base: Setting
+    lrs: tuple[float, ...]
+    dampings: tuple[float | str | None, ...] = (None,)
+    damping_every: int = 2  # 10^(2i)
+    extend: int = 3  # how often the grid may grow
+    seeds: int = 3
+
+    @property
+    def grid(self) -> list[Setting]:
+        return [self.base.but(lr=lr, damping=damping) for damping in self.dampings for lr in self.lrs]
+
+    def around(self, best: Setting) -> Search:
+        """This search with its grids extended where `best` lies on an edge; equal to it where there is nothing to extend."""
+        by = self.damping_every
+        return replace(
+            self,
+            lrs=_grow(self.lrs, best.lr, lambda x, way: lr_at(lr_index(x) + way)),
+            dampings=_grow(self.dampings, best.damping, lambda x, way: float(f"1e{round(math.log10(x)) + way * by}")),
+        )
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search found: the best setting, its records over seeds, and everything that was tried with one seed."""
+
+    best: Setting
+    records: tuple[Record, ...]
+    tried: tuple[Record, ...]
+    on_edge: bool  # the best lies on an edge of the grid that was not extended further
+
+
+def _grow(values: tuple, best: object, move: Callable[[float, int], float]) -> tuple:
+    """`values` with one more on the side where the best lies."""
+    if len(values) < 2:
+        return values
+    before = (move(values[0], -1),) if best == values[0] else ()
+    after = (move(values[-1], 1),) if best == values[-1] else ()
+    return (*before, *values, *after)
+
+
+def tune_all(searches: Mapping[str, Search], run_all: RunAll) -> dict[str, Tuned]:
+    """Run searches side by side, round by round: a grid that has its best on an edge grows, at most `extend` times."""
+    current = dict(searches)
+    tried: dict[str, list[Record]] = {}
+    rounds = dict.fromkeys(searches, 0)
+    open_ = list(searches)
+    while open_:
+        records = {r.setting: r for r in run_all([s for name in open_ for s in current[name].grid])}
+        still_open = []
+        for name in open_:
+            tried[name] = [records[s] for s in current[name].grid]
+            wider = current[name].around(_best(tried[name]))
+            if wider != current[name] and rounds[name] < searches[name].extend:
+                current[name], rounds[name] = wider, rounds[name] + 1
+                still_open.append(name)
+        open_ = still_open
+    winners = {name: [_best(tried[name]).but(seed=i) for i in range(searches[name].seeds)] for name in searches}
+    records = {r.setting: r for r in run_all([s for settings in winners.values() for s in settings])}
+    return {
+        name: Tuned(
+            settings[0], tuple(records[s] for s in settings), tuple(tried[name]),
+            current[name].around(settings[0]) != current[name],
+        )
+        for name, settings in winners.items()
+    }
+
+
+def _best(records: Sequence[Record]) -> Setting:
+    return min(records, key=lambda r: r.score).setting
+
+
+def tune(search: Search, run_all: RunAll) -> Tuned:
+    """Run one search."""
+    return tune_all({"": search}, run_all)[""]

@@ -1,0 +1,66 @@
+"""A claim of the paper after measurement."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from foof.study.setting import Record
+
+
+class Ruling(StrEnum):
+    HOLDS = "holds"
+    FAILS = "does not hold"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of the report's first table."""
+
+    id: str
+    where: str  # in the paper: "Fig. 1A", "Appendix E"
+    claim: str  # what it says, in our words
+    measured: str  # the measured quantity, with its spread
+    rule: str  # what had to be true for the claim to hold
+    ruling: Ruling
+    section: str = ""  # the report's section that shows it
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation (n − 1; 0 for one value) of a quantity over seeds."""
+
+    mean: float
+    deviation: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} ± {self.deviation:.1g} (n = {self.n})" if self.n > 1 else f"{self.mean:.3g} (n = 1)"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    xs = list(values)
+    if not xs:
+        return Spread(math.nan, math.nan, 0)
+    return Spread(statistics.fmean(xs), statistics.stdev(xs) if len(xs) > 1 else 0.0, len(xs))
+
+
+def of(records: Iterable[Record], name: str) -> Spread:
+    """The spread of a final value (`train_loss`, `test_accuracy`, ...) or cost (`seconds_per_step`, ...) over records."""
+    return spread({**r.final, **r.cost}[name] for r in records)
+
+
+def lower(a: Spread, b: Spread) -> Ruling:
+    """Whether `a` lies below `b` by more than both deviations together; undecided where the ranges overlap."""
+    margin = a.deviation + b.deviation
+    if not (math.isfinite(a.mean) and math.isfinite(b.mean)):
+        return Ruling.UNDECIDED if math.isnan(a.mean) or math.isnan(b.mean) else Ruling(
+            Ruling.HOLDS if a.mean < b.mean else Ruling.FAILS
+        )
+    if abs(a.mean - b.mean) <= margin:
+        return Ruling.UNDECIDED
+    return Ruling.HOLDS if a.mean < b.mean else Ruling.FAILS
