@@ -68,6 +68,10 @@ class Layer:
         """How many rows ``N·R`` an error tensor of this layer holds."""
         return e.numel() // (self.n * self.groups)
 
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``b = W a`` for another weight and bias of the same shapes: what the module itself would return."""
+        raise NotImplementedError
+
     def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
         """``dL/dx`` for ``e = dL/db``, in the shape of ``x``."""
         raise NotImplementedError
@@ -113,6 +117,9 @@ class Linear(Layer):
     def error_rows(self, e: Tensor) -> Tensor:
         return _datapoints_and_rows(e)
 
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
     def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
         return e @ weight
 
@@ -124,6 +131,9 @@ class TransposedLinear(Linear):
         Layer.__init__(self, name, module, with_bias)
         inputs, self.n = self.weight.shape
         self.m = inputs + self.has_bias
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.mT, bias)
 
     def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
         return e @ weight.mT
@@ -170,6 +180,10 @@ class Conv(Layer):
         e = self._batched(e).flatten(2)  # (N, G·n, R)
         e = e.unflatten(1, (self.groups, self.n)).permute(1, 0, 3, 2)
         return e if self.groups > 1 else e[0]
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.spatial - 1]
+        return convolve(self._pad(self._batched(x)), weight, bias, self.stride, 0, self.dilation, self.groups)
 
     def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
         if self.native_padding is not None:
@@ -231,6 +245,11 @@ class Embedding(Layer):
 
     def error_rows(self, e: Tensor) -> Tensor:
         return _datapoints_and_rows(e)
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As the module's, with the padding index as an input that is zero (its row has no gradient)."""
+        b = F.embedding(x, weight)
+        return b if self.padding_idx is None else b * (x != self.padding_idx).unsqueeze(-1)
 
     def counts(self, x: Tensor) -> Tensor:
         """How often each index occurs in ``x``: the diagonal of ``AᵀA``, ``(m,)``."""
