@@ -1,6 +1,7 @@
 """Gradient descent on neurons."""
 
 from foof.curvature import per_datapoint_gradient
+from foof.explain import explain
 from foof.optim import FOOF, precondition
 
-__all__ = ["FOOF", "per_datapoint_gradient", "precondition"]
+__all__ = ["FOOF", "explain", "per_datapoint_gradient", "precondition"]

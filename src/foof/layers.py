@@ -273,7 +273,7 @@ class Embedding(Layer):
 
 def _datapoints_and_rows(x: Tensor) -> Tensor:
     """``(*, k)`` as ``(N, R, k)``: the first dimension is the datapoint, those between are rows; one vector is one datapoint."""
-    return x.reshape(len(x) if x.dim() > 1 else 1, -1, x.shape[-1])
+    return x.reshape(len(x) if x.dim() > 1 else 1, math.prod(x.shape[1:-1]), x.shape[-1])
 
 
 # --- which layers of a model are covered -----------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class Schedule:
 
     In Algorithm 1's order, step t first updates the parameters with the inverse at hand, then inverts if ``inverts()``, then
     folds the step's batch into the averages if ``gathers()``. Without an initialisation before training (``warming_up``), every
-    one of the first T steps is gathered and inversions come after steps 0, 1, 2, 4, 8, ... until the period T is reached.
+    one of the first T steps is gathered and inversions come after steps 0, 2, 4, 8, ... until the period T is reached.
     """
 
     T: int
@@ -152,7 +152,7 @@ class Schedule:
 
     def inverts(self) -> bool:
         """``(t mod T) = 0``."""
-        return self.t % self.T == 0 or (self.warming_up and self.t < self.T and self.t & (self.t - 1) == 0)
+        return self.t % self.T == 0 or (self.warming_up and self.t < self.T and self.t.bit_count() == 1)
 
     def advance(self) -> None:
         self.t += 1

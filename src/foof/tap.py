@@ -8,7 +8,7 @@ preconditioned one, or none at all (a Fisher pass only records). The layer's own
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ class Tap:
 
     def __init__(self, layer: Layer, receiver: Receiver, first: bool = True) -> None:
         self.layer = layer
+        self.fired = False  # has the layer been called in training?
         self._receiver = weakref.ref(receiver)
         # First in line: before FSDP reshards the weight. A Fisher pass goes last, on top of any other tap.
         self._handle = layer.module.register_forward_hook(self, with_kwargs=True, prepend=first)
@@ -72,6 +73,7 @@ class Tap:
         weight: Tensor = module.weight  # type: ignore[assignment]
         if receiver is None or not (torch.is_grad_enabled() and weight.requires_grad) or _inside_transform():
             return None
+        self.fired = True
         x = args[0] if args else next(iter(kwargs.values()))
         return _Junction.apply(out.detach(), x, weight, module.bias if layer.has_bias else None, layer, receiver)  # type: ignore[no-any-return]
 
@@ -142,3 +144,10 @@ def inputs_seen(layers: Iterable[Layer], see: Callable[[Layer, Tensor], None]) -
     finally:
         for handle in handles:
             handle.remove()
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model on a tensor, a mapping of keyword arguments, or a tuple of arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from foof.curvature import InputFactor
 from foof.layers import Embedding, Layer, covered_layers
 from foof.statistics import Gathered, MovingAverage, Schedule
-from foof.tap import Tap, backward_pass_id, existing_tap, inputs_seen
+from foof.tap import Tap, backward_pass_id, call_model, existing_tap, inputs_seen
 
 PAPER_BATCH = 100  # the batch for which Appendix K reads the damping as the precision of the initialisation
 
@@ -376,10 +376,3 @@ def _accelerator(device: torch.device) -> str:
 def inputs_of(batch: Any) -> Any:
     """The inputs of a batch that is either inputs or a pair (inputs, labels)."""
     return batch[0] if isinstance(batch, (tuple, list)) else batch
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call the model on a tensor, a mapping of keyword arguments, or a tuple of arguments."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

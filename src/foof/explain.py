@@ -1,0 +1,136 @@
+"""``foof.explain(model)``: which parameters are covered, which are not and why, and what covering them costs."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foof.layers import Layer, covered_layers
+from foof.tap import call_model, existing_tap, inputs_seen
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trainable parameter. Cost and memory are those of its layer, shown with the weight."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    covered: str  # how, or "" if it goes to the rest
+    why_not: str = ""
+    flops: float = 0.0  # extra per step
+    memory: int = 0  # bytes of statistics and inverse
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A readable table; ``rows`` holds it as data."""
+
+    rows: tuple[Row, ...]
+    T: int
+    S: int
+    measured: bool
+
+    @property
+    def covered(self) -> list[str]:
+        return [row.parameter for row in self.rows if row.covered]
+
+    @property
+    def rest(self) -> dict[str, str]:
+        return {row.parameter: row.why_not for row in self.rows if not row.covered}
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "covered", "extra cost/step", "statistics")
+        lines = [head] + [self._line(row) for row in self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        table.insert(1, "-" * len(table[0]))
+        flops, memory = sum(row.flops for row in self.rows), sum(row.memory for row in self.rows)
+        bound = "" if self.measured else " at most (give inputs= for the batch at hand)"
+        summary = (
+            f"{len(self.covered)} of {len(self.rows)} trainable parameters covered; FOOF adds {_si(flops, 'flop')} per step at "
+            f"T={self.T}, S={self.S}{bound} and keeps {_si(memory, 'B')} of statistics."
+        )
+        return "\n".join([*table, "", summary])
+
+    @staticmethod
+    def _line(row: Row) -> tuple[str, ...]:
+        shape = "×".join(map(str, row.shape)) or "1"
+        if not row.covered:
+            return row.parameter, shape, f"no, rest: {row.why_not}", "", ""
+        cost, memory = (_si(row.flops, "flop"), _si(row.memory, "B")) if row.flops else ("", "")
+        return row.parameter, shape, row.covered, cost, memory
+
+
+def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = None) -> Explanation:
+    """Which parameters of a model gradient descent on neurons covers, and what that costs per step.
+
+    ``inputs`` (a batch as the model takes it) makes the costs those of that batch, and finds covered layers that the model never
+    calls. Without it, costs are upper bounds over batch sizes. On a model with an optimizer attached that has been trained, layers
+    whose hook never fired are warned of, too.
+    """
+    S = min(T, 10) if S is None else S
+    layers, why_not = covered_layers(model)
+    rows_of = _rows_seen(model, layers, inputs) if inputs is not None else {}
+    _warn_unused(layers, rows_of, inputs is not None)
+    names = {id(p): name for name, p in model.named_parameters()}
+    rows: dict[str, Row] = {}
+    for layer in layers:
+        flops, memory = _cost(layer, rows_of.get(id(layer)), T, S)
+        how = f"{type(layer).__name__}, {layer.n}×{layer.m}" + (f" in {layer.groups} groups" if layer.groups > 1 else "")
+        weight = names[id(layer.weight)]
+        if weight in rows:  # tied
+            how = f"{rows[weight].covered}; tied: {how}"
+        rows[weight] = Row(weight, tuple(layer.weight.shape), how, "", flops, memory)
+        if layer.bias is not None:
+            rows[names[id(layer.bias)]] = Row(names[id(layer.bias)], tuple(layer.bias.shape), f"one more input of {weight}")
+    for name, reason in why_not.items():
+        rows[name] = Row(name, tuple(model.get_parameter(name).shape), "", reason)
+    ordered = [rows[name] for name, p in model.named_parameters() if name in rows]
+    return Explanation(tuple(ordered), T, S, inputs is not None)
+
+
+def _rows_seen(model: nn.Module, layers: list[Layer], inputs: Any) -> dict[int, int]:
+    seen: dict[int, int] = {}
+
+    def see(layer: Layer, x: Tensor) -> None:
+        rows = x.numel() if layer.diagonal else layer.input_rows(x).flatten(-3, -2).shape[-2]
+        seen[id(layer)] = seen.get(id(layer), 0) + rows
+
+    was_training = model.training
+    model.eval()  # no running average of the model changes
+    with torch.no_grad(), inputs_seen(layers, see):
+        call_model(model, inputs)
+    model.train(was_training)
+    return seen
+
+
+def _warn_unused(layers: list[Layer], rows_of: dict[int, int], measured: bool) -> None:
+    taps = [tap for layer in layers if (tap := existing_tap(layer.module)) is not None]
+    silent = [tap.layer.label for tap in taps if not tap.fired] if any(tap.fired for tap in taps) else []
+    if measured:
+        silent += [layer.label for layer in layers if id(layer) not in rows_of and layer.label not in silent]
+    for label in silent:
+        warnings.warn(f"{label} is covered, but its forward is never called (used functionally, or not at all?): exclude it.", stacklevel=3)
+
+
+def _cost(layer: Layer, rows: int | None, T: int, S: int) -> tuple[float, int]:
+    """Extra flops per step (precondition, second moment S of T times, inversion every T) and bytes (Σ and its inverse)."""
+    n, m, groups = layer.n, layer.m, layer.groups
+    width = torch.promote_types(layer.weight.dtype, torch.float32).itemsize
+    if layer.diagonal:
+        return float(n * m), 2 * m * width
+    applied = n if rows is None else min(rows, n)
+    flops = groups * (2 * applied * m**2 + (S / T) * 1.5 * (rows or n) * m**2 + m**3 / T)
+    return flops, groups * 2 * m * m * width
+
+
+def _si(value: float, unit: str) -> str:
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < 1000:
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g} P{unit}"

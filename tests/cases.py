@@ -1,0 +1,80 @@
+"""Random layers with inputs that fit them: the configurations every method is tested over."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+@st.composite
+def linear(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """A linear layer over zero to two dimensions of rows."""
+    inputs, outputs = draw(st.integers(1, 7)), draw(st.integers(1, 6))
+    layer = nn.Linear(inputs, outputs, bias=draw(st.booleans()))
+    shape = [draw(st.integers(1, 5))] + draw(st.lists(st.integers(1, 4), max_size=2))
+    return layer, torch.randn(*shape, inputs)
+
+
+@st.composite
+def convolution(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """A convolution in one to three dimensions: stride, dilation, groups (depthwise included), every padding."""
+    spatial = draw(st.integers(1, 3))
+    groups = draw(st.integers(1, 3))
+    inputs, outputs = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 3))
+    kernel = [draw(st.integers(1, 3)) for _ in range(spatial)]
+    dilation = [draw(st.integers(1, 2)) for _ in range(spatial)]
+    stride: list[int] = [draw(st.integers(1, 2)) for _ in range(spatial)]
+    padding: str | list[int] = draw(st.sampled_from(["same", "valid", "number"]))
+    if padding == "same":
+        stride = [1] * spatial
+    elif padding == "number":
+        padding = [draw(st.integers(0, 2)) for _ in range(spatial)]
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spatial - 1]
+    layer = conv(
+        inputs, outputs, tuple(kernel), tuple(stride), padding if isinstance(padding, str) else tuple(padding), tuple(dilation),
+        groups, bias=draw(st.booleans()), padding_mode=draw(st.sampled_from(PADDING_MODES)),
+    )  # fmt: skip
+    size = [d * (k - 1) + 1 + draw(st.integers(2, 3)) for d, k in zip(dilation, kernel, strict=True)]
+    return layer, torch.randn(draw(st.integers(1, 3)), inputs, *size)
+
+
+@st.composite
+def embedding(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """An embedding of one or more indices per datapoint, with or without a padding index."""
+    entries, features = draw(st.integers(2, 8)), draw(st.integers(1, 5))
+    layer = nn.Embedding(entries, features, padding_idx=draw(st.one_of(st.none(), st.integers(0, entries - 1))))
+    shape = [draw(st.integers(1, 4))] + draw(st.lists(st.integers(1, 4), max_size=2))
+    return layer, torch.randint(0, entries, shape)
+
+
+KINDS = {"linear": linear(), "convolution": convolution(), "embedding": embedding()}
+
+
+class Twice(nn.Module):
+    """One layer called twice in a forward, on different inputs."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, x2: Tensor) -> Tensor:
+        return torch.stack([self.layer(x), self.layer(x2)])
+
+
+def mlp(*sizes: int, bias: bool = True, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    """A small fully connected network."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs, bias=bias), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(channels: int = 2, classes: int = 3) -> nn.Sequential:
+    """A small convolutional network for 8 × 8 images."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, stride=2, groups=2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(36, classes),
+    )  # fmt: skip

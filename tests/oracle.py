@@ -1,0 +1,88 @@
+"""Slow, legible, dense: what every algorithm is compared with. Nothing here uses the library."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def matrix_shape(module: nn.Module) -> tuple[int, int, int]:
+    """(groups, n, m) of a module seen as ``b = W a``, without the bias input."""
+    weight = module.weight
+    if isinstance(module, nn.Embedding):
+        return 1, weight.shape[1], weight.shape[0]
+    groups = getattr(module, "groups", 1)
+    return groups, weight.shape[0] // groups, weight[0].numel()
+
+
+def one_hot_weight(module: nn.Module, j: int) -> Tensor:
+    """The weight for which the first output of every group is the j-th input of that group."""
+    groups, n, _ = matrix_shape(module)
+    weight = torch.zeros_like(module.weight)
+    if isinstance(module, nn.Embedding):
+        weight[j, 0] = 1
+    else:
+        weight.view(groups, n, -1)[:, 0, j] = 1
+    return weight
+
+
+def as_rows(module: nn.Module, b: Tensor) -> Tensor:
+    """A module's output (or its gradient) as ``(G, N, R, n)``."""
+    groups, n, _ = matrix_shape(module)
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        return b.reshape(1, len(b), -1, n)
+    return b.reshape(len(b), groups, n, -1).permute(1, 0, 3, 2)
+
+
+def input_rows(module: nn.Module, x: Tensor) -> Tensor:
+    """Inputs ``(G, N, R, m)`` of a module, read off its own forward with one-hot weights; a bias appends a 1."""
+    columns = []
+    for j in range(matrix_shape(module)[2]):
+        weights = {"weight": one_hot_weight(module, j)}
+        if getattr(module, "bias", None) is not None:
+            weights["bias"] = torch.zeros_like(module.bias)
+        columns.append(as_rows(module, functional_call(module, weights, (x,)))[..., 0])
+    if getattr(module, "bias", None) is not None:
+        columns.append(torch.ones_like(columns[0]))
+    a = torch.stack(columns, dim=-1).detach()
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        a[..., module.padding_idx] = 0
+    return a
+
+
+def gradient_matrix(module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Weight and bias gradients as one matrix per group ``(G, n, m)``."""
+    groups, n, _ = matrix_shape(module)
+    if isinstance(module, nn.Embedding):
+        return weight.mT.unsqueeze(0)
+    matrix = weight.reshape(groups, n, -1)
+    return matrix if bias is None else torch.cat([matrix, bias.reshape(groups, n, 1)], dim=-1)
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """``1/N Σ_i Σ_r a_ir a_irᵀ`` for rows ``(G, N, R, m)``: ``(G, m, m)``."""
+    return torch.einsum("girk,girl->gkl", rows, rows) / rows.shape[1]
+
+
+def foof_update(gradient: Tensor, Sigma: Tensor, damping: float) -> Tensor:
+    """``Eᵀ A (Σ + λI)⁻¹`` (Eq. 6) for each group. gradient ``(G, n, m)``, Sigma ``(G, m, m)``."""
+    identity = torch.eye(Sigma.shape[-1], dtype=Sigma.dtype)
+    return gradient @ torch.linalg.inv(Sigma + damping * identity)
+
+
+def per_datapoint_jacobian(model: nn.Module, x: Tensor, params: list[nn.Parameter]) -> Tensor:
+    """``J[i, c, :] = ∂f_c(x_i)/∂θ`` over these parameters flattened in order: ``(N, C, P)``, one backward pass per output."""
+    rows = []
+    for i in range(len(x)):
+        out = model(x[i : i + 1])[0].reshape(-1)
+        for value in out:
+            grads = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
+            rows.append(torch.cat([torch.zeros(p.numel()).to(p) if g is None else g.reshape(-1) for p, g in zip(params, grads)]))
+    return torch.stack(rows).reshape(len(x), -1, rows[0].numel()).detach()
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """``|ours - theirs| / |theirs|`` in the Frobenius norm."""
+    scale = theirs.norm().item()
+    return (ours - theirs).norm().item() / scale if scale > 0 else (ours - theirs).norm().item()
