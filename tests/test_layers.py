@@ -1,0 +1,133 @@
+"""Which layers are covered, and what is said of the others."""
+
+import pytest
+import torch
+from cases import KINDS, mlp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import input_rows
+from torch import nn
+
+import foof
+from foof.layers import TransposedLinear, covered_layers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_rows_are_those_of_the_forward_pass(kind, data):
+    """The inputs read off the module's own forward with one-hot weights; and weight and bias survive join and split."""
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    module, x = data.draw(KINDS[kind])
+    (layer,), _ = covered_layers(module)
+    ours, theirs = layer.input_rows(x), input_rows(module, x)
+    assert torch.allclose(ours if layer.groups > 1 else ours[None], theirs, atol=1e-6)
+    weight, bias = layer.split(layer.join(module.weight, layer.bias))
+    assert torch.equal(weight, module.weight)
+    assert bias is None or torch.equal(bias, module.bias)
+    if layer.diagonal:
+        assert torch.equal(layer.counts(x), theirs.sum((0, 1, 2)))
+
+
+class Wrapped(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_every_uncovered_parameter_has_a_reason():
+    model = nn.ModuleDict({
+        "attention": nn.MultiheadAttention(4, 2), "norm": nn.LayerNorm(4), "wrapped": Wrapped(4, 4), "lstm": nn.LSTM(4, 4),
+        "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "bag": nn.Embedding(5, 4, sparse=True),
+        "up": nn.ConvTranspose2d(2, 2, 2), "plain": nn.Linear(4, 4), "clipped": nn.Embedding(5, 4, max_norm=1.0),
+    })  # fmt: skip
+    layers, rest = covered_layers(model)
+    assert [layer.name for layer in layers] == ["plain"]
+    assert rest.keys() | {"plain.weight", "plain.bias"} == {name for name, _ in model.named_parameters()}
+    assert "functionally" in rest["attention.in_proj_weight"]
+    assert "functionally" in rest["attention.out_proj.weight"]
+    assert "LayerNorm is not of the form" in rest["norm.weight"]
+    assert "overrides Linear.forward" in rest["wrapped.weight"]
+    assert "sparse=True" in rest["bag.weight"]
+    assert "max_norm" in rest["clipped.weight"]
+
+
+def test_excluded_modules_take_all_inside_with_them():
+    model = nn.Sequential(mlp(4, 5, 3), nn.Linear(3, 2))
+    layers, rest = covered_layers(model, ("0",))
+    assert [layer.name for layer in layers] == ["1"]
+    assert set(rest.values()) == {"excluded by request"}
+
+
+def test_tied_layers_with_their_own_biases():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    layers, rest = covered_layers(nn.Sequential(first, second))
+    assert [layer.m for layer in layers] == [4, 4]
+    assert set(rest) == {"0.bias", "1.bias"}
+
+
+def test_transposed_linear_is_a_linear_layer():
+    """What transformers' Conv1D computes, ``x W + b`` with W (in, out), by hand."""
+    torch.manual_seed(0)
+
+    class Conv1D(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return x @ self.weight + self.bias
+
+    module, linear, x = Conv1D(), nn.Linear(4, 3), torch.randn(5, 2, 4)
+    linear.weight.data, linear.bias.data = module.weight.data.mT, module.bias.data
+    ours, theirs = TransposedLinear("", module), covered_layers(linear)[0][0]
+    e = torch.randn(5, 2, 3)
+    assert torch.allclose(ours.weight_gradient(x, e), theirs.weight_gradient(x, e))
+    assert torch.allclose(ours.input_gradient(x, e, module.weight), theirs.input_gradient(x, e, linear.weight))
+    weight, bias = ours.split(ours.join(module.weight, module.bias))
+    assert torch.equal(weight, module.weight)
+    assert torch.equal(bias, module.bias)
+
+
+def test_explain_is_a_readable_table():
+    embed = nn.Embedding(6, 4)
+    head = nn.Linear(4, 6, bias=False)
+    head.weight = embed.weight
+    model = nn.Sequential(embed, nn.LayerNorm(4), nn.Linear(4, 4), head)
+    table = foof.explain(model, torch.randint(0, 6, (3, 5)))
+    assert table.covered == ["0.weight", "2.weight", "2.bias"]
+    assert set(table.rest) == {"1.weight", "1.bias"}
+    text = str(table)
+    for part in ("tied: Linear", "one more input of 2.weight", "LayerNorm is not of the form b = W a", "3 of 5 trainable parameters"):
+        assert part in text
+
+
+def test_explain_counts_what_is_kept():
+    """Statistics: Σ and its inverse in float32."""
+    model = nn.Linear(10, 4, bias=False)
+    (row,) = foof.explain(model).rows
+    assert row.memory == 2 * 10 * 10 * 4
+    opt = foof.FOOF(model)
+    opt.initialise([torch.randn(20, 10)])
+    kept = [opt.preconditioner.blocks[0].moments["Sigma"].value, opt.preconditioner.blocks[0].factor.tensor]
+    assert sum(t.numel() * t.element_size() for t in kept) == row.memory
+
+
+def test_explain_warns_of_layers_that_are_never_called():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.raw = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return nn.functional.linear(self.used(x), self.raw.weight)
+
+    model = Lazy()
+    with pytest.warns(UserWarning, match="raw is covered, but its forward is never called"):
+        foof.explain(model, torch.randn(2, 4))
+    opt = foof.FOOF(model, exclude=["raw"])
+    opt.remove()
+    opt = foof.FOOF(model)
+    model(torch.randn(2, 4)).sum().backward()
+    with pytest.warns(UserWarning, match="raw is covered, but its forward is never called"):
+        foof.explain(model)

@@ -1,0 +1,58 @@
+"""Damped inverses and solves against dense ones, and what happens when rounding makes them fail."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foof import linalg
+
+
+def semidefinite(m, rank, batch=(), dtype=torch.float64):
+    root = torch.randn(*batch, m, rank, dtype=dtype)
+    return root @ root.mT
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), m=st.integers(1, 8), rank=st.integers(1, 8), groups=st.sampled_from([(), (3,)]))
+def test_inverse_and_solve(seed, m, rank, groups):
+    torch.manual_seed(seed)
+    S, X = semidefinite(m, rank, groups), torch.randn(*groups, 5, m, dtype=torch.float64)
+    dense = torch.linalg.inv(S + 0.1 * torch.eye(m, dtype=torch.float64))
+    assert torch.allclose(linalg.damped_inverse(S, 0.1), dense, rtol=1e-9, atol=1e-10)
+    assert torch.allclose(linalg.solve_right(X, linalg.damped_cholesky(S, 0.1)), X @ dense, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 6), m=st.integers(1, 6))
+def test_kronecker_solve(seed, n, m):
+    """``(S_A ⊗ S_E + λI) vec(X) = vec(G)`` with column-stacking vec, by a dense solve."""
+    torch.manual_seed(seed)
+    S_E, S_A, G = semidefinite(n, 3), semidefinite(m, 4), torch.randn(n, m, dtype=torch.float64)
+    dense = torch.kron(S_A, S_E) + 0.3 * torch.eye(n * m, dtype=torch.float64)
+    expected = torch.linalg.solve(dense, G.mT.reshape(-1)).reshape(m, n).mT
+    ours = linalg.kronecker_solve(G, linalg.eigh(S_E), linalg.eigh(S_A), 0.3)
+    assert torch.allclose(ours, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_damping_per_group():
+    S, damping = semidefinite(4, 2, (3,)), torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)
+    ours = linalg.damped_inverse(S, damping)
+    for k in range(3):
+        assert torch.allclose(ours[k], linalg.damped_inverse(S[k], damping[k].item()))
+
+
+def test_jitter_then_float64_rescue_what_rounding_spoiled():
+    torch.manual_seed(0)
+    S = semidefinite(200, 3, dtype=torch.float32) * 1e4
+    L = linalg.damped_cholesky(S, 1e-9, "layer")
+    assert torch.isfinite(L).all()
+
+
+def test_error_names_the_layer_and_a_damping_that_works():
+    S = torch.diag(torch.tensor([100.0, 1.0, -5.0]))
+    with pytest.raises(torch.linalg.LinAlgError, match=r"blocks\.3\.fc.*Try damping ≥ 1e\+01"):
+        linalg.damped_cholesky(S, 0.1, "blocks.3.fc")
+    linalg.damped_cholesky(S, 1e1, "blocks.3.fc")
+    with pytest.raises(torch.linalg.LinAlgError, match="holds NaN"):
+        linalg.damped_cholesky(torch.full((2, 2), float("nan")), 1.0)

@@ -1,0 +1,53 @@
+"""Moving averages and their schedule against their definitions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foof.statistics import Gathered, MovingAverage, Schedule
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10**6), decay=st.sampled_from([0.0, 0.5, 0.95, 0.999]), m=st.integers(1, 6),
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=5), groups=st.sampled_from([(), (2,)]),
+)  # fmt: skip
+def test_normalised_moving_average(seed, decay, m, sizes, groups):
+    """``Σ m^(t-s) x_s / Σ m^(t-s)``, whether rows are few (kept as rows) or many (multiplied out at once)."""
+    torch.manual_seed(seed)
+    average, values = MovingAverage(), []
+    for size in sizes:
+        rows, seen = torch.randn(*groups, size, m, dtype=torch.float64), Gathered()
+        seen.add_rows(rows, size, pass_id=0)
+        average.update(seen, decay)
+        values.append(rows.mT @ rows / size)
+    weights = [decay ** (len(values) - 1 - k) if decay else float(k == len(values) - 1) for k in range(len(values))]
+    expected = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+    assert torch.allclose(average.value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_calls_add_rows_and_passes_add_datapoints():
+    a, b = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    for second_pass, datapoints in ((0, 3), (1, 6)):
+        seen, average = Gathered(), MovingAverage()
+        seen.add_rows(a, 3, pass_id=0)
+        seen.add_rows(b, 3, pass_id=second_pass)
+        assert seen.datapoints == datapoints
+        average.update(seen, 0.95)
+        assert torch.allclose(average.value, (a.mT @ a + b.mT @ b) / datapoints)
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (5, 2), (10, 10), (500, 10)])
+def test_schedule_is_that_of_algorithm_1(T, S):
+    schedule = Schedule(T, S, warming_up=False)
+    for t in range(3 * T):
+        assert schedule.inverts() == (t % T == 0)
+        assert schedule.gathers() == ((t + S) % T in range(S))
+        schedule.advance()
+
+
+@pytest.mark.parametrize(("T", "S"), [(0, 1), (5, 0), (5, 6)])
+def test_impossible_schedules(T, S):
+    with pytest.raises(ValueError, match="must be"):
+        Schedule(T, S)
