@@ -86,3 +86,44 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """``|ours - theirs| / |theirs|`` in the Frobenius norm."""
     scale = theirs.norm().item()
     return (ours - theirs).norm().item() / scale if scale > 0 else (ours - theirs).norm().item()
+
+
+# --- the Fisher, dense ---------------------------------------------------------------------------------------------------------
+
+
+def output_hessian(likelihood: str, f: Tensor) -> Tensor:
+    """``H = -∇² log p(y|f)`` for one output vector f ``(C,)``: the covariance of ``∂(-log p)/∂f`` under the model."""
+    if likelihood == "categorical":
+        p = f.softmax(0)
+        return torch.diag(p) - torch.outer(p, p)
+    if likelihood == "bernoulli":
+        p = f.sigmoid()
+        return torch.diag(p * (1 - p))
+    return torch.eye(len(f), dtype=f.dtype)
+
+
+def full_fisher(model: nn.Module, x: Tensor, params: list[nn.Parameter], likelihood: str) -> Tensor:
+    """``1/N Σ_i J_iᵀ H_i J_i`` ``(P, P)``: the Fisher, and the generalised Gauss-Newton matrix."""
+    J = per_datapoint_jacobian(model, x, params)
+    out = model(x).detach()
+    positions = J.unflatten(1, out.shape[1:]).reshape(len(x), -1, out.shape[-1], J.shape[-1])  # positions with a label of their own
+    F = torch.zeros(J.shape[-1], J.shape[-1], dtype=J.dtype)
+    for J_i, f_i in zip(positions.flatten(0, 1), out.reshape(-1, out.shape[-1])):
+        F += J_i.T @ output_hessian(likelihood, f_i) @ J_i / len(x)
+    return F
+
+
+def fisher_of_errors(model: nn.Module, x: Tensor, params: list[nn.Parameter], errors: Tensor) -> Tensor:
+    """``1/N Σ_i g_i g_iᵀ`` with ``g_i = J_iᵀ s_i`` for given output errors ``(N, ..., C)``."""
+    J = per_datapoint_jacobian(model, x, params)
+    g = torch.einsum("icp,ic->ip", J, errors.reshape(len(x), -1))
+    return g.T @ g / len(x)
+
+
+def block_diagonal(F: Tensor, sizes: list[int]) -> Tensor:
+    """F with everything outside the diagonal blocks of these sizes set to zero."""
+    blocks, start = [], 0
+    for size in sizes:
+        blocks.append(F[start : start + size, start : start + size])
+        start += size
+    return torch.block_diag(*blocks)

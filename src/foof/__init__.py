@@ -2,6 +2,7 @@
 
 from foof.curvature import per_datapoint_gradient
 from foof.explain import explain
+from foof.fisher import Fisher
 from foof.optim import FOOF, precondition
 
-__all__ = ["FOOF", "explain", "per_datapoint_gradient", "precondition"]
+__all__ = ["FOOF", "Fisher", "explain", "per_datapoint_gradient", "precondition"]

@@ -1,0 +1,248 @@
+"""The subsampled Fisher ``F = G Gᵀ`` as an operator: products with it, and everything Woodbury's identity gives (Appendix I).
+
+With N datapoints, K labels each and D = N·K columns ``g_ik/√N``, only D × D matrices are factorised. For a diagonal ``Λ`` and a
+number c, with ``U = I/c + Gᵀ Λ⁻¹ G``,
+
+    (Λ + c F)⁻¹ u = Λ⁻¹u - Λ⁻¹ G U⁻¹ Gᵀ Λ⁻¹u
+    log det (Λ + c F) = log det Λ + D log c + log det U.
+
+Vectors are lists with one tensor ``(k, *p.shape)`` per parameter: k vectors at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from foof import linalg
+from foof.gradients import BUDGET, Call, Columns, Vectors, blocks_of
+from foof.statistics import wide
+
+
+@dataclass(frozen=True, eq=False)
+class Precision:
+    """The diagonal ``Λ``: for each parameter a positive number, or a tensor of its shape."""
+
+    values: tuple[float | Tensor, ...]
+
+    @property
+    def scalar(self) -> float | None:
+        """λ where Λ = λI."""
+        first = self.values[0]
+        return first if isinstance(first, float) and all(isinstance(v, float) and v == first for v in self.values) else None
+
+    def same(self, other: Precision) -> bool:
+        """Are these the same diagonal?"""
+
+        def equal(a: float | Tensor, b: float | Tensor) -> bool:
+            return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and a == b
+
+        return all(equal(a, b) for a, b in zip(self.values, other.values, strict=True))
+
+    def divide(self, us: Vectors, power: float = 1.0) -> Vectors:
+        """``Λ^(-power) u``."""
+        return [u / (v.to(u.dtype) ** power if isinstance(v, Tensor) else v**power) for u, v in zip(us, self.values, strict=True)]
+
+    def logdet(self, params: list[nn.Parameter]) -> Tensor:
+        terms = [
+            v.double().log().sum() if isinstance(v, Tensor) else torch.tensor(p.numel() * math.log(v), dtype=torch.float64)
+            for v, p in zip(self.values, params, strict=True)
+        ]
+        return torch.stack([t.cpu() for t in terms]).sum()
+
+
+@dataclass(eq=False)
+class Part:
+    """Blocks that share one Gram matrix: all of them, or (block-diagonal Fisher) one."""
+
+    blocks: list[Columns]
+    where: list[int]  # positions of the blocks' parameters among the operator's, block by block
+    gram: Tensor | None = None
+    factor: Tensor | None = None  # L Lᵀ = U, or λU where Λ = λI
+    factor_of: tuple[Precision, float] | None = None
+
+
+class GramOperator:
+    """``F = G Gᵀ`` from the calls of one recording."""
+
+    def __init__(self, params: list[nn.Parameter], calls: list[Call], N: int, K: int, by_layer: bool,
+                 dtype: torch.dtype | None = None) -> None:  # fmt: skip
+        self.params, self.N, self.K = params, N, K
+        self.dtype = wide(dtype or params[0].dtype)  # of the Gram matrix and of all that is solved with it
+        blocks = blocks_of(params, calls, N, K)
+        at = {id(p): i for i, p in enumerate(params)}
+        groups = [[block] for block in blocks] if by_layer else [blocks]
+        self.parts = [Part(group, [at[id(p)] for block in group for p in block.params]) for group in groups]
+
+    @property
+    def D(self) -> int:
+        """Columns of G."""
+        return self.N * self.K
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    # --- products -----------------------------------------------------------------------------------------------------------
+
+    def project(self, part: Part, us: Vectors) -> Tensor:
+        """``Gᵀu``: ``(D, k)``."""
+        mine, total = iter([us[i] for i in part.where]), us[0].new_zeros(self.D, len(us[0]))
+        for block in part.blocks:
+            total += block.project([next(mine) for _ in block.params])
+        return total / math.sqrt(self.N)
+
+    def combine(self, part: Part, w: Tensor, into: Vectors) -> None:
+        """Write ``G w`` for w ``(D, k)`` into the part's parameters of ``into``."""
+        where = iter(part.where)
+        for block in part.blocks:
+            for values in block.combine(w / math.sqrt(self.N)):
+                into[next(where)] = values
+
+    @torch.no_grad()
+    def apply(self, us: Vectors) -> Vectors:
+        """``F u = G (Gᵀ u)``."""
+        answer: Vectors = [us[0]] * len(us)
+        for part in self.parts:
+            self.combine(part, self.project(part, us), answer)
+        return answer
+
+    @torch.no_grad()
+    def quadratic(self, us: Vectors) -> Tensor:
+        """``uᵀ F u = |Gᵀu|²``: ``(k,)``."""
+        return sum((self.project(part, us).square().sum(0) for part in self.parts), us[0].new_zeros(len(us[0])))
+
+    @torch.no_grad()
+    def diagonal(self) -> list[Tensor]:
+        """The diagonal of F, one tensor per parameter."""
+        answer: list[Tensor] = [torch.empty(0)] * len(self.params)
+        for part in self.parts:
+            where = iter(part.where)
+            for block in part.blocks:
+                for values in block.diagonal(self.dtype):
+                    answer[next(where)] = values / self.N
+        return answer
+
+    # --- the Gram matrix and its factor -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gram(self, part: Part) -> Tensor:
+        """``GᵀG`` ``(D, D)``, made once."""
+        if part.gram is None:
+            self.check_memory()
+            part.gram = self._weighted_gram(part, None)
+        return part.gram
+
+    def _weighted_gram(self, part: Part, precision: Precision | None) -> Tensor:
+        """``Gᵀ Λ⁻¹ G``."""
+        return self.cross(part, self, part, precision)
+
+    @torch.no_grad()
+    def cross(self, part: Part, other: GramOperator, others: Part, precision: Precision | None) -> Tensor:
+        """``G₁ᵀ Λ⁻¹ G₂`` ``(D₁, D₂)`` with the same part of an operator of the same model on other datapoints."""
+        where = iter(part.where)
+        products = torch.zeros(self.D, other.D, dtype=self.dtype, device=self.device)
+        for block, theirs in zip(part.blocks, others.blocks, strict=True):
+            indices = [next(where) for _ in block.params]
+            weights = None if precision is None else [1 / precision.values[i] for i in indices]
+            block.add_gram(theirs, weights, products)
+        return products.div_(math.sqrt(self.N * other.N))
+
+    @torch.no_grad()
+    def factor(self, part: Part, precision: Precision, c: float) -> Tensor:
+        """Cholesky factor of ``U = I/c + Gᵀ Λ⁻¹ G``, or of ``λU = λ/c I + GᵀG`` where Λ = λI, kept until Λ or c changes."""
+        if part.factor is None or part.factor_of is None or part.factor_of[1] != c or not part.factor_of[0].same(precision):
+            part.factor = None  # free the old one first
+            name = "the Gram matrix GᵀG"
+            if precision.scalar is not None:
+                part.factor = linalg.damped_cholesky(self.gram(part), precision.scalar / c, name)
+            else:
+                self.check_memory()
+                part.factor = linalg.damped_cholesky(self._weighted_gram(part, precision), 1 / c, name)
+            part.factor_of = (precision, c)
+        return part.factor
+
+    def _divide_by_U(self, part: Part, t: Tensor, precision: Precision, c: float) -> Tensor:
+        """``U⁻¹ t`` for t ``(D, k)``."""
+        L = self.factor(part, precision, c)
+        return torch.cholesky_solve(t, L) * (precision.scalar or 1.0)
+
+    # --- Woodbury -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def solve(self, us: Vectors, precision: Precision, c: float = 1.0) -> Vectors:
+        """``(Λ + c F)⁻¹ u = Λ⁻¹u - Λ⁻¹ G U⁻¹ Gᵀ Λ⁻¹u``."""
+        scaled = precision.divide(us)
+        inside: Vectors = [us[0]] * len(us)
+        for part in self.parts:
+            self.combine(part, self._divide_by_U(part, self.project(part, scaled), precision, c), inside)
+        return [u - v for u, v in zip(scaled, precision.divide(inside), strict=True)]
+
+    @torch.no_grad()
+    def sample(self, n: int, precision: Precision, c: float, generator: torch.Generator | None) -> Vectors:
+        """n exact draws from ``N(0, (Λ + c F)⁻¹)``.
+
+        Appendix C.1 with ``V = √c Λ^(-1/2) G``: ``x = y - V (I + VᵀV)⁻¹ (Vᵀy + z)``, y and z standard normal, has covariance
+        ``I + V U'⁻¹ (VᵀV + I) U'⁻¹ Vᵀ - 2 V U'⁻¹ Vᵀ = I - V U'⁻¹ Vᵀ`` with ``U' = I + VᵀV`` (in the paper's Eq. (12) the last term lacks
+        the ``U'⁻¹``); ``Λ^(-1/2) x`` is the sample. Here ``U' = cU``, hence z/√c.
+        """
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=self.dtype, device=self.device, generator=generator)
+
+        ys = [normal(n, *p.shape) for p in self.params]
+        scaled, inside = precision.divide(ys, 0.5), list(ys)
+        for part in self.parts:
+            t = self.project(part, scaled) + normal(self.D, n) / math.sqrt(c)
+            self.combine(part, self._divide_by_U(part, t, precision, c), inside)
+        return [y - x for y, x in zip(scaled, precision.divide(inside), strict=True)]
+
+    @torch.no_grad()
+    def logdet(self, precision: Precision, c: float) -> Tensor:
+        """``log det (Λ + c F)``, in float64."""
+        total = precision.logdet(self.params)
+        for part in self.parts:
+            L = self.factor(part, precision, c)
+            scale = math.log(c) - math.log(precision.scalar or 1.0)
+            total = total + 2 * L.diagonal().double().log().sum().cpu() + self.D * scale
+        return total
+
+    # --- memory -------------------------------------------------------------------------------------------------------------
+
+    def gram_bytes(self) -> int:
+        """What the Gram matrices and their factorisation need at most: kept Gram and factor of each part, two more in passing."""
+        return (2 * len(self.parts) + 2) * self.D**2 * torch.finfo(self.dtype).bits // 8
+
+    def check_memory(self) -> None:
+        """Raise a ``MemoryError`` before allocating what cannot fit."""
+        needed, available = self.gram_bytes() + BUDGET, available_memory(self.device)
+        held = sum(t.numel() * t.element_size() for part in self.parts for t in (part.gram, part.factor) if t is not None)
+        if available is not None and needed - held > available:
+            raise MemoryError(
+                f"D = {self.N:,} datapoints × {self.K} labels = {self.D:,} columns: {len(self.parts)} Gram matrices of D × D and their "
+                f"factors need {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free. Use fewer datapoints, "
+                f'labels="mc" instead of "full", blocks="full" instead of "layer", or a float32 Gram matrix.'
+            )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held now: inputs and errors; Gram matrices; their factors."""
+        return {
+            "inputs and errors": sum(block.bytes for part in self.parts for block in part.blocks),
+            "gram": sum(0 if part.gram is None else part.gram.numel() * part.gram.element_size() for part in self.parts),
+            "factor": sum(0 if part.factor is None else part.factor.numel() * part.factor.element_size() for part in self.parts),
+        }
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can be had on this device, or None where nobody knows."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu" and (info := Path("/proc/meminfo")).exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,125 @@
+"""One forward pass, then one backward pass per label, keeping every covered layer's inputs and errors and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foof.gradients import Call, chunks
+from foof.layers import Layer
+from foof.likelihood import Labels, Likelihood
+from foof.tap import tapped
+
+
+class Recorder:
+    """A receiver that keeps ``x`` and ``e`` of every call and asks for no weight gradient."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[tuple[Layer, Tensor, Tensor]]] = []
+
+    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
+        self.passes[-1].append((layer, x.detach(), e.detach()))
+        return None
+
+    def backward(self, out: Tensor, errors: Iterable[Tensor], layers: list[Layer], N: int) -> list[Call]:
+        """The calls behind ``out``, one backward pass per output error. The passes visit one graph, hence in one order."""
+        weights = list({id(layer.weight): layer.weight for layer in layers}.values())
+        self.passes = []
+        for s in errors:
+            self.passes.append([])
+            grads = torch.autograd.grad(out, weights, s.to(out.dtype), retain_graph=True, allow_unused=True)
+            self._check_all_recorded(grads, weights, layers)
+        calls = []
+        for same in zip(*self.passes, strict=True):
+            layer, x, e = same[0]
+            if x.shape[0] != N or e.shape[0] != N:
+                raise ValueError(
+                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} and output {tuple(e.shape)} is not the {N} "
+                    f"datapoints, so the gradients of datapoints cannot be told apart. Expand its input to ({N}, ...) or "
+                    f"pass exclude=[{layer.name!r}]."
+                )
+            calls.append(Call(layer, x, [error for _, _, error in same]))
+        self.passes = []
+        return calls
+
+    @staticmethod
+    def _check_all_recorded(grads: tuple[Tensor | None, ...], weights: list[nn.Parameter], layers: list[Layer]) -> None:
+        for grad, weight in zip(grads, weights, strict=True):
+            if grad is not None:
+                names = " = ".join(layer.label for layer in layers if layer.weight is weight)
+                raise ValueError(
+                    f"{names}: its weight is also used outside its layer's forward(), where its inputs cannot be seen; exclude it."
+                )
+
+
+def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
+           generator: torch.Generator | None, batch_size: int | None) -> tuple[list[Call], int, int]:  # fmt: skip
+    """Calls, N datapoints and K labels of ``inputs``, ``batch_size`` datapoints at a time. Buffers stay as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    parts: list[list[Call]] = []
+    N = 0
+    for part, targets in _pieces(inputs, y, batch_size):
+        recorder = Recorder()
+        with torch.enable_grad(), tapped(layers, recorder):
+            out = call_model(model, part)
+            check_output(out)
+            errors = labels.errors(likelihood, out, targets, generator)
+            parts.append(recorder.backward(out, errors, layers, len(out)))
+        N += len(out)
+        del out
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    calls = _joined(parts)
+    return calls, N, len(calls[0].errors) if calls else 1
+
+
+def check_output(out: Any) -> None:
+    """Raise unless this is a tensor ``(N, ...)`` of at least one datapoint that depends on the model's parameters."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"the model must return one tensor of outputs (N, ..., C), got {type(out).__name__}; wrap it in a module that does.")
+    if out.dim() < 2 or len(out) == 0:
+        raise ValueError(f"the model's outputs must be (N, ..., C) with at least one datapoint, got {tuple(out.shape)}.")
+    if not out.requires_grad:
+        raise ValueError("the model's outputs do not depend on its parameters (were they made under no_grad?).")
+
+
+def _pieces(inputs: Any, y: Tensor | None, batch_size: int | None) -> Iterable[tuple[Any, Tensor | None]]:
+    if batch_size is None:
+        yield inputs, y
+        return
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+    tensors = list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+    if len({len(t) for t in tensors}) != 1:
+        raise ValueError(f"batch_size needs inputs with one first dimension, got {[tuple(t.shape) for t in tensors]}.")
+    for chunk in chunks(len(tensors[0]), batch_size):
+        if isinstance(inputs, Mapping):
+            part: Any = {name: t[chunk] for name, t in inputs.items()}
+        else:
+            part = tuple(t[chunk] for t in inputs) if isinstance(inputs, (tuple, list)) else inputs[chunk]
+        yield part, None if y is None else y[chunk]
+
+
+def _joined(parts: list[list[Call]]) -> list[Call]:
+    """The same calls of several batches as one, freeing each as it goes."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = []
+    for number in range(len(parts[0])):
+        same = [calls[number] for calls in parts]
+        errors = [torch.cat(each) for each in zip(*(call.errors for call in same), strict=True)]
+        joined.append(Call(same[0].layer, torch.cat([call.x for call in same]), errors))
+        for call in same:
+            call.x, call.errors = call.x[:0], []
+    return joined
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call the model on a tensor, a mapping of keyword arguments, or a tuple of arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

@@ -1,0 +1,364 @@
+"""The Fisher as an operator: implicit equals explicit (the paper's Appendix B, widened)."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from cases import cnn, mlp
+from torch import Tensor, nn
+
+import foof
+from foof import gradients
+
+TOLERANCE = 1e-9
+
+
+class Attention(nn.Module):
+    """A small transformer block over tokens: embedding, one head of attention, a residual MLP, a mean over positions."""
+
+    def __init__(self, tokens: int = 7, width: int = 4, classes: int = 3, pool: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(tokens, width, padding_idx=0)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down, self.head = nn.Linear(width, 6), nn.Linear(6, width), nn.Linear(width, classes)
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        scores = (self.q(h) @ self.k(h).mT / h.shape[-1] ** 0.5).softmax(-1)
+        h = h + self.out(scores @ self.v(h))
+        h = h + self.down(torch.tanh(self.up(h)))
+        return self.head(h.mean(1) if self.pool else h)
+
+
+class Shared(nn.Module):
+    """One layer called three times, once on its own outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(torch.tanh(self.inner(x)))) + self.inner(x**2))
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding: one weight in two orientations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mid(self.embed(x)))).sum(1)
+
+
+def case(name: str) -> tuple[nn.Module, Tensor, list[int]]:
+    """A model in float64, inputs, and the sizes of its blocks in the order of its parameters."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 7, (5, 4))
+    model, x = {
+        "mlp": lambda: (mlp(5, 6, 4, 3), torch.randn(7, 5)),
+        "mlp without bias": lambda: (mlp(5, 6, 3, bias=False), torch.randn(7, 5)),
+        "cnn": lambda: (cnn(), torch.randn(5, 2, 8, 8)),
+        "conv1d": lambda: (
+            nn.Sequential(nn.Conv1d(2, 3, 3, dilation=2, padding=2, padding_mode="circular"), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)),
+            torch.randn(6, 2, 6),
+        ),
+        "transformer": lambda: (Attention(), tokens),
+        "sequence labels": lambda: (Attention(pool=False), tokens),
+        "shared": lambda: (Shared(), torch.randn(6, 4)),
+        "tied": lambda: (Tied(), torch.randint(0, 5, (6, 3))),
+    }[name]()
+    model = model.double()
+    sizes = [15, 12] if name == "tied" else [sum(p.numel() for p in m.parameters(False)) for m in model.modules() if list(m.parameters(False))]
+    return model, x.double() if x.is_floating_point() else x, sizes
+
+
+CASES = ("mlp", "mlp without bias", "cnn", "conv1d", "transformer", "sequence labels", "shared", "tied")
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert oracle.relative_error(ours, theirs) < TOLERANCE
+
+
+@pytest.fixture(params=["by rows", "by slices", "by the cheaper", "in pieces"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to the Gram matrix, and small pieces, whatever they cost."""
+    if request.param == "by rows":
+        monkeypatch.setattr(gradients.Columns, "_rows_are_cheaper", lambda *_: True)
+    if request.param == "by slices":
+        monkeypatch.setattr(gradients.Columns, "_rows_are_cheaper", lambda *_: False)
+    if request.param == "in pieces":
+        monkeypatch.setattr(gradients, "ROWS", 5)
+        monkeypatch.setattr(gradients, "BUDGET", 4000)
+    return request.param
+
+
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+@pytest.mark.parametrize("labels", ["mc", "full"])
+@pytest.mark.parametrize("name", CASES)
+def test_implicit_equals_explicit(name: str, labels: str, blocks: str, way: str) -> None:
+    model, x, sizes = case(name)
+    F = foof.Fisher(model, x, labels, blocks=blocks, generator=torch.Generator().manual_seed(3))
+    if labels == "full":
+        dense = oracle.full_fisher(model, x, F.params, "categorical")
+    else:
+        p = model(x).detach().softmax(-1)
+        y = torch.multinomial(p.flatten(0, -2), 1, generator=torch.Generator().manual_seed(3)).reshape(p.shape[:-1])
+        dense = oracle.fisher_of_errors(model, x, F.params, p - nn.functional.one_hot(y, p.shape[-1]))
+    dense = dense if blocks == "full" else oracle.block_diagonal(dense, sizes)
+    v = torch.randn(F.P, 2, dtype=torch.float64)
+    damped = dense + 0.1 * torch.eye(F.P, dtype=torch.float64)
+
+    close(F.dense(), dense)
+    close(F @ v, dense @ v)
+    close(F.quadratic(v), (v * (dense @ v)).sum(0))
+    close(F.solve(v, 0.1), torch.linalg.solve(damped, v))
+    close(torch.cat([d.flatten() for d in F.diagonal()]), dense.diagonal())
+    close(F.trace(), dense.trace())
+    close(F.logdet(0.7, datapoints=50.0), torch.logdet(0.7 * torch.eye(F.P, dtype=torch.float64) + 50 * dense))
+    G, gram = F.columns(), F.gram()
+    if blocks == "full":
+        close(gram, G.T @ G)
+    else:
+        close(gram.sum(0), G.T @ G)
+        assert len(gram) == len(sizes)
+    close(F.eigenvalues()[-5:], torch.linalg.eigvalsh(dense)[-5:])
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "tied"])
+@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
+def test_other_likelihoods(name: str, likelihood: str) -> None:
+    model, x, _ = case(name)
+    F = foof.Fisher(model, x, "full", likelihood=likelihood)
+    close(F.dense(), oracle.full_fisher(model, x, F.params, likelihood))
+
+
+def test_the_empirical_fisher_uses_the_labels_of_the_data() -> None:
+    model, x, _ = case("cnn")
+    y = torch.tensor([0, 2, 1, 1, 0])
+    F = foof.Fisher(model, x, "empirical", y)
+    errors = model(x).detach().softmax(-1) - nn.functional.one_hot(y, 3)
+    close(F.dense(), oracle.fisher_of_errors(model, x, F.params, errors))
+
+
+def test_many_draws_per_input_approach_the_full_fisher() -> None:
+    model, x, _ = case("mlp")
+    F = foof.Fisher(model, x, "mc", samples=400, generator=torch.Generator().manual_seed(0))
+    assert F.D == 400 * len(x)
+    assert oracle.relative_error(F.dense(), oracle.full_fisher(model, x, F.params, "categorical")) < 0.1
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["per tensor", "any diagonal"])
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_any_diagonal_prior(name: str, kind: str, blocks: str, way: str) -> None:
+    model, x, sizes = case(name)
+    F = foof.Fisher(model, x, "full", blocks=blocks)
+    flat = torch.rand(F.P, dtype=torch.float64) + 0.5
+    prior = flat if kind == "any diagonal" else [float(d.mean()) for d in F.as_list(flat)]
+    if kind == "per tensor":
+        flat = torch.cat([torch.full((p.numel(),), value, dtype=torch.float64) for p, value in zip(F.params, prior, strict=True)])
+    dense = oracle.full_fisher(model, x, F.params, "categorical")
+    dense = dense if blocks == "full" else oracle.block_diagonal(dense, sizes)
+    v = torch.randn(F.P, dtype=torch.float64)
+    close(F.solve(v, prior), torch.linalg.solve(dense + flat.diag(), v))
+    close(F.posterior_solve(v, prior), torch.linalg.solve(F.N * dense + flat.diag(), v))
+    close(F.logdet(prior), torch.logdet(F.N * dense + flat.diag()))
+
+
+def test_the_answer_has_the_form_of_the_question() -> None:
+    model, x, _ = case("mlp")
+    F = foof.Fisher(model, x)
+    v = torch.randn(F.P, dtype=torch.float64)
+    as_list = [u.clone() for u in F.as_list(v)]
+    for operation in (lambda u: F @ u, lambda u: F.solve(u, 0.3), lambda u: F.posterior_solve(u, 2.0)):
+        flat, listed, many = operation(v), operation(as_list), operation(torch.stack([v, -v], dim=1))
+        assert [u.shape for u in listed] == [p.shape for p in F.params]
+        torch.testing.assert_close(F.as_flat(listed), flat)
+        torch.testing.assert_close(many, torch.stack([flat, -flat], dim=1))
+    assert F.quadratic(v).shape == () and F.quadratic(as_list) == F.quadratic(v)
+    assert (F @ v.float()).dtype == torch.float32
+
+
+def test_the_passes_may_be_cut_into_batches() -> None:
+    model, x, _ = case("cnn")
+    close(foof.Fisher(model, x, "full", batch_size=2).dense(), foof.Fisher(model, x, "full").dense())
+
+
+def test_the_operator_outlives_its_inputs_and_the_training_of_the_model() -> None:
+    model, x, _ = case("mlp")
+    F = foof.Fisher(model, x, "full")
+    before = F.dense()
+    x.zero_()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    close(F.dense(), before)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        foof.Fisher(model, torch.randn(8, 4), exclude=["1"])
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_beside_an_optimizer_on_neurons() -> None:
+    model, x, _ = case("mlp")
+    expected = foof.Fisher(model, x, "full").dense()
+    foof_optimizer = foof.FOOF(model)
+    close(foof.Fisher(model, x, "full").dense(), expected)
+    foof_optimizer.remove()
+
+
+def test_float64_for_tiny_damping() -> None:
+    torch.manual_seed(0)
+    model, x, damping = mlp(30, 40, 10), torch.randn(100, 30), 1e-7
+    reference = foof.Fisher(model.double(), x.double(), "full")
+    v = torch.randn(reference.P, dtype=torch.float64)
+    expected = reference.solve(v, damping)
+    model = model.float()
+    errors = {
+        dtype: oracle.relative_error(foof.Fisher(model, x, "full", dtype=dtype).solve(v, damping), expected)
+        for dtype in (torch.float32, torch.float64)
+    }
+    assert errors[torch.float64] < 0.05 * errors[torch.float32]
+
+
+def test_a_scipy_view() -> None:
+    from scipy.sparse.linalg import cg, eigsh
+
+    model, x, _ = case("mlp")
+    F = foof.Fisher(model, x, "full")
+    dense, v = F.dense(), torch.randn(F.P, dtype=torch.float64)
+    close(torch.as_tensor(F.to_scipy() @ v.numpy()), dense @ v)
+    close(torch.as_tensor(F.to_scipy(damping=0.2) @ v.numpy()), F.solve(v, 0.2))
+    largest = eigsh(F.to_scipy(), k=1, return_eigenvectors=False)
+    assert largest[0] == pytest.approx(torch.linalg.eigvalsh(dense)[-1].item())
+    solution, info = cg(F.to_scipy(), (dense @ v).numpy(), rtol=1e-12)
+    assert info == 0
+    close(F @ torch.as_tensor(solution), dense @ v)
+
+
+def test_at_one_datum_by_hand() -> None:
+    """One datum, one label: F = g gᵀ, so (F + λI)⁻¹ g = g / (|g|² + λ)."""
+    model, x, _ = case("mlp")
+    F = foof.Fisher(model, x[:1], "empirical", torch.tensor([1]))
+    loss = nn.functional.cross_entropy(model(x[:1]), torch.tensor([1]))
+    g = F.as_flat(torch.autograd.grad(loss, F.params))
+    close(F.solve(g, 0.5), g / (g @ g + 0.5))
+
+
+# --- samples -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_the_covariance_of_samples(blocks: str) -> None:
+    """20,000 draws on 200 parameters: every entry of the covariance within its Monte-Carlo error, and no worse overall than chance."""
+    torch.manual_seed(0)
+    model, x, n = mlp(9, 10, 8, 2).double(), torch.randn(30, 9).double(), 20_000
+    F = foof.Fisher(model, x, "full", blocks=blocks)
+    assert 190 <= F.P <= 210
+    prior = torch.rand(F.P, dtype=torch.float64) + 0.5
+    posterior = torch.linalg.inv(prior.diag() + F.N * F.dense())
+    draws = F.sample(n, prior, generator=torch.Generator().manual_seed(1))
+    d = posterior.diagonal()
+    error = ((posterior**2 + torch.outer(d, d)) / n).sqrt()  # the standard error of an empirical covariance
+    z = (draws @ draws.T / n - posterior) / error
+    assert z.abs().max() < 5.5  # 20,100 distinct entries
+    assert 0.95 < z.square().mean().sqrt() < 1.05
+    mean_z = draws.mean(1) / (d / n).sqrt()
+    assert mean_z.abs().max() < 4.5
+
+
+def test_samples_are_a_linear_map_of_noise_with_exactly_the_posterior_covariance() -> None:
+    """x = M (y, z) for a fixed matrix M, so the covariance M Mᵀ can be read off exactly, without sampling error."""
+    model, x, _ = case("mlp without bias")
+    F = foof.Fisher(model, x, "full")
+    inputs = iter(torch.eye(F.P + F.D, dtype=torch.float64).split([p.numel() for p in F.params] + [F.D]))
+    n = F.P + F.D
+
+    def unit_noise(*shape: int, **_: object) -> Tensor:
+        rows = next(inputs)  # one unit of noise per draw
+        return rows.reshape(shape) if len(shape) == 2 and shape[0] == F.D else rows.mT.reshape(shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", unit_noise)
+        M = F.sample(n, 0.7)
+    close(M @ M.T, torch.linalg.inv(0.7 * torch.eye(F.P, dtype=torch.float64) + F.N * F.dense()))
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, _ = case("mlp")
+    F = foof.Fisher(model, x)
+    for call, message in [
+        (lambda: foof.Fisher(model, x, "empirical", torch.full((7,), 3)), r"labels must be in 0\.\.2"),
+        (lambda: foof.Fisher(model, x, "empirical"), "pass y"),
+        (lambda: foof.Fisher(model, x, "all"), '"mc", "full" or "empirical"'),
+        (lambda: foof.Fisher(model, x, likelihood="poisson"), "likelihood must be one of"),
+        (lambda: foof.Fisher(model, x, blocks="diagonal"), '"full" or "layer"'),
+        (lambda: foof.Fisher(model, x[:0]), "at least one datapoint"),
+        (lambda: foof.Fisher(nn.ReLU(), x), "no trainable"),
+        (lambda: F.solve(torch.randn(F.P), 0.0), "damping must be positive"),
+        (lambda: F.solve(torch.randn(F.P), -1.0), "damping must be positive"),
+        (lambda: F.solve(torch.randn(F.P), float("nan")), "damping must be positive"),
+        (lambda: F.sample(1, torch.zeros(F.P)), "prior_precision must be positive"),
+        (lambda: F.sample(0, 1.0), "at least 1"),
+        (lambda: F.solve(torch.randn(F.P), [1.0]), "entries like F.params"),
+        (lambda: F @ torch.randn(F.P - 1), r"a flat vector must be"),
+        (lambda: F @ [torch.randn(2, 2)], "shaped like F.params"),
+        (lambda: foof.Fisher(model, x, batch_size=0), "batch_size"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    monkeypatch.setattr("foof.gram.available_memory", lambda _: 1000)
+    with pytest.raises(MemoryError, match="Use fewer datapoints"):
+        foof.Fisher(model, x).solve(torch.randn(F.P), 1.0)
+
+
+def test_what_is_not_covered_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    with pytest.warns(UserWarning, match=r"1\.weight"):
+        F = foof.Fisher(model, torch.randn(8, 4))
+    assert len(F.params) == 4
+    with pytest.warns(UserWarning, match="Dropout"):
+        foof.Fisher(nn.Sequential(nn.Linear(4, 5), nn.Dropout(), nn.Linear(5, 3)), torch.randn(8, 4))
+
+
+def test_layers_that_do_not_see_datapoints_first_are_refused() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((x + self.embed(torch.arange(6))).mean(1))
+
+    model = Positions()
+    with pytest.raises(ValueError, match="embed: the first dimension"):
+        foof.Fisher(model, torch.randn(5, 6, 4))
+    assert foof.Fisher(model, torch.randn(5, 6, 4), exclude=["embed"]).P == 15
+
+
+def test_a_weight_used_outside_its_layer_is_refused() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + x @ self.a.weight
+
+    with pytest.raises(ValueError, match="outside its layer"):
+        foof.Fisher(Functional(), torch.randn(5, 4))
