@@ -221,6 +221,20 @@ def test_a_batch_with_nan_is_left_out_with_a_warning():
     assert torch.isfinite(opt.preconditioner.blocks[0].factor.tensor).all()
 
 
+def test_inputs_overwritten_before_the_step_are_left_out():
+    """A reused input buffer: what the statistics would see is no longer what the backward pass saw."""
+    model = mlp(4, 20, 3, bias=False)
+    opt = foof.FOOF(model, T=1, lr=0.0)
+    x = batch(0, 3)[0]
+    opt.initialise([x])
+    before = opt.preconditioner.blocks[0].moments["Sigma"].value.clone()
+    model(x).sum().backward()
+    x.zero_()
+    with pytest.warns(UserWarning, match="overwritten before step"):
+        opt.step()
+    assert torch.equal(opt.preconditioner.blocks[0].moments["Sigma"].value, before)
+
+
 def test_a_skipped_step_leaves_no_trace():
     """What GradScaler does on overflow: no step, then zero_grad."""
     models = []

@@ -31,6 +31,7 @@ class Gathered:
         self.rows: Tensor | None = None  # (..., k, m), not yet multiplied out
         self.moment: Tensor | None = None  # (..., m, m) or (m,)
         self.datapoints = 0
+        self._version = 0  # of the rows when they came
         self._last_pass: int | None = None
 
     def __bool__(self) -> bool:
@@ -41,7 +42,7 @@ class Gathered:
         self._count(datapoints, pass_id)
         rows = rows.to(wide(rows.dtype))
         if self.rows is None and self.moment is None and rows.shape[-2] <= rows.shape[-1]:
-            self.rows = rows
+            self.rows, self._version = rows, rows._version
             return
         if self.rows is not None:
             self.moment, self.rows = self.rows.mT @ self.rows, None
@@ -52,13 +53,15 @@ class Gathered:
         self._count(datapoints, pass_id)
         self._add(moment.to(wide(moment.dtype)))
 
-    def finite(self) -> Tensor:
-        """Is all of it finite? A boolean tensor, so that one look at the device serves all layers.
+    def sound(self) -> Tensor:
+        """Is all of it finite, and still what it was? A boolean tensor, so that one look at the device serves all layers.
 
         The sum shows it: a NaN or inf stays in it, and entries so large that only the sum overflows would overflow when squared.
         """
         seen = self.rows if self.rows is not None else self.moment
         assert seen is not None
+        if self.rows is not None and self.rows._version != self._version:  # someone wrote into the inputs since the backward pass
+            return torch.tensor(False, device=seen.device)
         return torch.isfinite(seen.sum())
 
     def _count(self, datapoints: int, pass_id: int) -> None:
