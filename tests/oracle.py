@@ -78,7 +78,8 @@ def per_datapoint_jacobian(model: nn.Module, x: Tensor, params: list[nn.Paramete
         out = model(x[i : i + 1])[0].reshape(-1)
         for value in out:
             grads = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
-            rows.append(torch.cat([torch.zeros(p.numel()).to(p) if g is None else g.reshape(-1) for p, g in zip(params, grads)]))
+            pairs = zip(params, grads, strict=True)
+            rows.append(torch.cat([torch.zeros(p.numel()).to(p) if g is None else g.reshape(-1) for p, g in pairs]))
     return torch.stack(rows).reshape(len(x), -1, rows[0].numel()).detach()
 
 
@@ -105,10 +106,10 @@ def output_hessian(likelihood: str, f: Tensor) -> Tensor:
 def full_fisher(model: nn.Module, x: Tensor, params: list[nn.Parameter], likelihood: str) -> Tensor:
     """``1/N Σ_i J_iᵀ H_i J_i`` ``(P, P)``: the Fisher, and the generalised Gauss-Newton matrix."""
     J = per_datapoint_jacobian(model, x, params)
-    out = model(x).detach()
-    positions = J.unflatten(1, out.shape[1:]).reshape(len(x), -1, out.shape[-1], J.shape[-1])  # positions with a label of their own
+    out = model(x).detach()  # (N, ..., C): every position has a label of its own
+    positions = J.unflatten(1, out.shape[1:]).reshape(len(x), -1, out.shape[-1], J.shape[-1])
     F = torch.zeros(J.shape[-1], J.shape[-1], dtype=J.dtype)
-    for J_i, f_i in zip(positions.flatten(0, 1), out.reshape(-1, out.shape[-1])):
+    for J_i, f_i in zip(positions.flatten(0, 1), out.reshape(-1, out.shape[-1]), strict=True):
         F += J_i.T @ output_hessian(likelihood, f_i) @ J_i / len(x)
     return F
 

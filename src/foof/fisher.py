@@ -20,31 +20,32 @@ Diagonal = float | Tensor | Sequence[float | Tensor]  # λ, a flat diagonal (P,)
 
 
 class Fisher:
-    """``F = 1/N Σ_i Σ_k g_ik g_ikᵀ = G Gᵀ`` over N datapoints, never formed: built from their inputs ``a`` and errors ``e`` alone.
+    """``F = 1/N Σ_i Σ_k g_ik g_ikᵀ = G Gᵀ`` over N datapoints, never formed: only their inputs ``a`` and errors ``e`` are kept.
 
     >>> F = foof.Fisher(model, x)
     >>> F @ v; F.solve(v, damping=0.1); F.quadratic(v); F.sample(10, prior_precision=1.0)
 
     One forward and K backward passes; after that the model is not needed and may change: F stays the Fisher of this moment.
-    Of the model's parameters, ``F.params`` are covered (weights and biases of linear, convolution and embedding layers; all others count
-    as constants, with a warning that names them). For outputs ``f`` and these likelihoods the Fisher equals the generalised Gauss–Newton
-    matrix ``1/N Σ_i J_iᵀ H_i J_i`` of the mean loss when ``labels="full"``, and in expectation when ``labels="mc"``.
+    Of the model's parameters, ``F.params`` are covered (weights and biases of linear, convolution and embedding layers); all
+    others count as constants, with a warning that names them. For these likelihoods the Fisher equals the generalised
+    Gauss–Newton matrix ``1/N Σ_i J_iᵀ H_i J_i`` of the mean loss: exactly with ``labels="full"``, in expectation with ``"mc"``.
 
     Args:
         model: put it into the mode (eval or train) whose Fisher is meant.
         x: inputs, datapoints first: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        labels: ``"mc"``: ``samples`` labels per input drawn from the model; ``"full"``: all labels, weighted by their probability (K
-            backward passes and K columns per input); ``"empirical"``: the data's labels ``y``.
+        labels: ``"mc"``: ``samples`` labels per input drawn from the model; ``"full"``: all labels, weighted by their
+            probability (K backward passes and K columns per input); ``"empirical"``: the data's labels ``y``.
         likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance), or a ``foof.likelihood.Likelihood``.
         blocks: ``"full"``, or ``"layer"`` for the block-diagonal Fisher, one block per weight with its bias.
-        dtype: precision of the Gram matrix and of what is solved with it; ``torch.float64`` for damping far below F's eigenvalues.
+        dtype: precision of the Gram matrix and of solves; ``torch.float64`` for damping far below F's eigenvalues.
         batch_size: datapoints per forward pass, to bound the memory of the passes themselves.
         exclude: names of modules whose parameters count as constants.
     """
 
     def __init__(self, model: nn.Module, x: Any, labels: str | Labels = "mc", y: Tensor | None = None, *,
-                 likelihood: str | Likelihood = "categorical", blocks: str = "full", samples: int = 1, dtype: torch.dtype | None = None,
-                 batch_size: int | None = None, generator: torch.Generator | None = None, exclude: Iterable[str] = ()) -> None:  # fmt: skip
+                 likelihood: str | Likelihood = "categorical", blocks: str = "full", samples: int = 1,
+                 dtype: torch.dtype | None = None, batch_size: int | None = None, generator: torch.Generator | None = None,
+                 exclude: Iterable[str] = ()) -> None:  # fmt: skip
         by_layer = by_layer_named(blocks)
         source = labels if isinstance(labels, Labels) else Labels(labels, samples)
         layers, params = fisher_layers(model, tuple(exclude))
@@ -54,7 +55,7 @@ class Fisher:
         self.names = [names[id(p)] for p in params]
         self.operator = GramOperator(params, calls, N, K, by_layer, dtype)
 
-    # --- what it is -----------------------------------------------------------------------------------------------------------
+    # --- what it is -------------------------------------------------------------------------------------------------------
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -88,7 +89,7 @@ class Fisher:
         """Bytes held now: inputs and errors, Gram matrices, their factors."""
         return self.operator.memory()
 
-    # --- products and solves ----------------------------------------------------------------------------------------------------
+    # --- products and solves ----------------------------------------------------------------------------------------------
 
     def __matmul__(self, v: Vector) -> Any:
         """``F v``, in the form of ``v``."""
@@ -96,10 +97,10 @@ class Fisher:
         return back(self.operator.apply(us))
 
     def solve(self, v: Vector, damping: Diagonal) -> Any:
-        """``(F + λI)⁻¹ v`` by Woodbury's identity, in the form of ``v``. The factorisation is kept for the next solve with this λ.
+        """``(F + λI)⁻¹ v`` by Woodbury's identity, in the form of ``v``. The factor is kept for the next solve with this λ.
 
-        λ may be any positive diagonal. One number for all parameters reuses the Gram matrix; one number per parameter tensor costs a
-        new Gram matrix; a full diagonal also costs the gradients of every datapoint, a slice of neurons at a time (slow, exact).
+        λ may be any positive diagonal. One number for all parameters reuses the Gram matrix; one number per parameter tensor costs
+        a new Gram matrix; a full diagonal also costs the gradients of all datapoints, some neurons at a time (slow, exact).
         """
         us, back = self._read(v)
         return back(self.operator.solve(us, self.precision(damping, "damping")))
@@ -109,7 +110,7 @@ class Fisher:
         values = self.operator.quadratic(self._read(v)[0])
         return values if isinstance(v, Tensor) and v.dim() == 2 else values[0]
 
-    # --- the matrix itself --------------------------------------------------------------------------------------------------------
+    # --- the matrix itself ------------------------------------------------------------------------------------------------
 
     def gram(self) -> Tensor:
         """``GᵀG``: ``(D, D)``, columns label by label; for ``blocks="layer"`` one per block, ``(B, D, D)``. A copy."""
@@ -150,9 +151,10 @@ class Fisher:
     def _part_of(self, parameter: int) -> int:
         return next(i for i, part in enumerate(self.operator.parts) if parameter in part.where)
 
-    # --- the posterior precision Λ + c F --------------------------------------------------------------------------------------------
+    # --- the posterior precision Λ + c F ----------------------------------------------------------------------------------
 
-    def sample(self, n: int, prior_precision: Diagonal, *, datapoints: float | None = None, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, n: int, prior_precision: Diagonal, *, datapoints: float | None = None,
+               generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
         """n exact draws from ``N(0, (Λ + c F)⁻¹)``: ``(P, n)``. Λ = ``prior_precision``; c = ``datapoints``, by default N.
 
         ``F.as_list(draws[:, i])`` has the shapes of ``F.params``.
@@ -173,14 +175,15 @@ class Fisher:
 
     def eigenvalues(self) -> Tensor:
         """The D largest eigenvalues of F, ascending (those of ``GᵀG``); for ``blocks="layer"`` of all blocks together."""
-        return torch.cat([torch.linalg.eigvalsh(self.operator.gram(part)) for part in self.operator.parts]).clamp_min(0).sort().values
+        values = [torch.linalg.eigvalsh(self.operator.gram(part)) for part in self.operator.parts]
+        return torch.cat(values).clamp_min(0).sort().values
 
     def _count(self, datapoints: float | None) -> float:
         if datapoints is not None and not 0 < datapoints < float("inf"):
             raise ValueError(f"datapoints must be a positive number, got {datapoints}.")
         return float(self.N if datapoints is None else datapoints)
 
-    # --- forms of vectors -------------------------------------------------------------------------------------------------------------
+    # --- forms of vectors -------------------------------------------------------------------------------------------------
 
     def as_list(self, flat: Tensor) -> list[Tensor]:
         """A flat vector ``(P,)`` as views shaped like ``F.params``."""
@@ -202,17 +205,21 @@ class Fisher:
             values = [float(value)] * len(self.params)
         else:
             given = tuple(value.shape) if isinstance(value, Tensor) else f"{type(value).__name__} of {value!r:.60}"
-            raise ValueError(f"{name} must be a number, a flat diagonal ({self.P},), or {len(self.params)} entries like F.params; got {given}.")
+            raise ValueError(
+                f"{name} must be a number, a flat diagonal ({self.P},), or {len(self.params)} entries like F.params; got {given}."
+            )
         for i, (entry, p) in enumerate(zip(values, self.params, strict=True)):
             if isinstance(entry, Tensor) and entry.numel() > 1 and entry.shape != p.shape:
-                raise ValueError(f"{name}: entry {i} ({self.names[i]}) must be a number or of shape {tuple(p.shape)}, got {tuple(entry.shape)}.")
+                raise ValueError(
+                    f"{name}: entry {i} ({self.names[i]}) must be a number or {tuple(p.shape)}, got {tuple(entry.shape)}."
+                )
             if not isinstance(entry, Tensor) or entry.numel() == 1:
                 values[i] = entry = float(entry)
             else:
                 values[i] = entry = entry.detach().clone()  # ours: the caller's may change
             smallest, largest = (float(entry.min()), float(entry.max())) if isinstance(entry, Tensor) else (entry, entry)
             if not (smallest > 0 and largest < float("inf")):
-                raise ValueError(f"{name} must be positive and finite, got {smallest:g} for {self.names[i]}; F alone is singular.")
+                raise ValueError(f"{name} must be positive and finite, got {smallest:g} for {self.names[i]}: F alone is singular")
         return Precision(tuple(values))
 
     def _read(self, v: Vector) -> tuple[Vectors, Callable[[Vectors], Any]]:
@@ -221,10 +228,11 @@ class Fisher:
         if isinstance(v, Tensor):
             self._check_flat(v)
             columns = v.detach().to(dtype).reshape(self.P, -1)
-            us = [piece.mT.reshape(-1, *p.shape) for piece, p in zip(columns.split([p.numel() for p in self.params]), self.params, strict=True)]
+            pieces = columns.split([p.numel() for p in self.params])
+            us = [piece.mT.reshape(-1, *p.shape) for piece, p in zip(pieces, self.params, strict=True)]
             return us, lambda answer: self._flat(answer).to(v.dtype).reshape(v.shape)
         vs = list(v)
-        wrong = len(vs) != len(self.params) or any(u.shape != p.shape for u, p in zip(vs, self.params))
+        wrong = len(vs) != len(self.params) or any(u.shape != p.shape for u, p in zip(vs, self.params, strict=False))
         if wrong:
             raise ValueError(
                 f"a vector must be a list shaped like F.params ({len(self.params)} tensors: {_shapes(self.params)}), "
@@ -240,7 +248,7 @@ class Fisher:
     def _flat(self, vectors: Vectors) -> Tensor:
         return torch.cat([u.flatten(1) for u in vectors], dim=1).mT
 
-    # --- other libraries ---------------------------------------------------------------------------------------------------------------
+    # --- other libraries --------------------------------------------------------------------------------------------------
 
     def to_scipy(self, damping: float | None = None) -> Any:
         """A SciPy ``LinearOperator``: of F, or with ``damping`` of ``(F + λI)⁻¹``."""
@@ -280,8 +288,8 @@ def warn_of_training_mode(model: nn.Module) -> None:
     found = sorted({type(m).__name__ for m in model.modules() if isinstance(m, kinds) and m.training})
     if found:
         warnings.warn(
-            f"the model is in training mode with {', '.join(found)}: this is the Fisher of this forward pass (its masks, its batch "
-            f"statistics, which also couple datapoints). Call model.eval() for the Fisher of the trained function.",
+            f"the model is in training mode with {', '.join(found)}: this is the Fisher of this forward pass (its masks, its "
+            f"batch statistics, which also couple datapoints). Call model.eval() for the Fisher of the trained function.",
             stacklevel=4,
         )
 

@@ -1,11 +1,12 @@
 """The columns of ``G``, one gradient per datapoint and label, kept as the inputs ``a`` and errors ``e`` they are made of.
 
-A *block* holds the columns of one weight (with its bias). For datapoint i and label k its column is ``g_ik = E_ikᵀ A_i`` (n × m), a sum
-over rows; nothing of the size of all columns is ever formed. Appendix I's three operations are
+A *block* holds the columns of one weight (with its bias). For datapoint i and label k its column is ``g_ik = E_ikᵀ A_i``
+(n × m), a sum over rows; nothing of the size of all columns is ever formed. Appendix I's three operations are
 
 - ``Gᵀu``: datapoint i's entry is ``⟨E_ik, A_i Uᵀ⟩``, the layer's own forward pass with weight U against the errors;
 - ``G w``: ``Σ_ik w_ik E_ikᵀ A_i``, the layer's own weight gradient for weighted errors;
-- ``GᵀG``: by pairs of rows, ``Σ_rr' (a_ir·a_jr')(e_ikr·e_jlr')``, or by the gradients of a slice of neurons at a time, whichever is cheaper.
+- ``GᵀG``: by pairs of rows, ``Σ_rr' (a_ir·a_jr')(e_ikr·e_jlr')``, or by the gradients of a slice of neurons at a time,
+  whichever is cheaper.
 
 Columns are counted label by label: column ``k·N + i``. Nothing here is divided by N; ``foof.gram`` does that.
 """
@@ -111,7 +112,8 @@ class Columns:
                 e = torch.zeros_like(part.errors[0])
                 for label, each in enumerate(part.errors):
                     e.addcmul_(each, weights[j, label].reshape(-1, *[1] * (e.dim() - 1)))
-                for p, gradient in zip(call.layer.parameters, call.layer.split(call.layer.weight_gradient(part.x, e)), strict=False):
+                gradients = call.layer.split(call.layer.weight_gradient(part.x, e))
+                for p, gradient in zip(call.layer.parameters, gradients, strict=False):
                     if gradient is not None:
                         combined[where[id(p)]][j] += gradient
         return combined
@@ -120,10 +122,10 @@ class Columns:
         where = {id(p): i for i, p in enumerate(self.params)}
         return us[where[id(layer.weight)]], None if layer.bias is None else us[where[id(layer.bias)]]
 
-    # --- GᵀG ----------------------------------------------------------------------------------------------------------------
+    # --- GᵀG --------------------------------------------------------------------------------------------------------------
 
     def add_gram(self, other: Columns, weights: Weights | None, out: Tensor) -> None:
-        """``out += G₁ᵀ diag(weights) G₂``, by the cheaper of the two ways. ``other`` is this block, or the same of other datapoints.
+        """``out += G₁ᵀ diag(weights) G₂``, by the cheaper of two ways. ``other`` is this block, or the same of other datapoints.
 
         A number per parameter costs nothing; a full diagonal needs the gradients of a slice of neurons at a time.
         """
@@ -168,7 +170,8 @@ class Columns:
         for call in self.calls:
             part, layer = call.at(chunk, dtype), call.layer
             b = len(part.x)
-            inputs.append(part.x.reshape(1, b, -1) if layer.diagonal else layer.input_rows(part.x).reshape(layer.groups, b, -1, layer.m))
+            a = part.x.reshape(1, b, -1) if layer.diagonal else layer.input_rows(part.x).reshape(layer.groups, b, -1, layer.m)
+            inputs.append(a)
             errors.append([layer.error_rows(e).reshape(layer.groups, b, -1, layer.n) for e in part.errors])
         A = torch.cat(inputs, dim=2) if len(inputs) > 1 else inputs[0]
         E = [torch.cat(each, dim=2) if len(each) > 1 else each[0] for each in zip(*errors, strict=True)]
@@ -180,7 +183,7 @@ class Columns:
             return (A1 * q if isinstance(q, Tensor) or q != 1 else A1) @ A2.mT
         equal = A1.unsqueeze(2) == A2.unsqueeze(1)
         if self.layer.padding_idx is not None:
-            equal &= (A1 != self.layer.padding_idx).unsqueeze(2)
+            equal &= A1.ne(self.layer.padding_idx).unsqueeze(2)
         return equal.to(dtype) * q
 
     def _input_weights(self, weights: Weights | None, like: Tensor) -> Tensor | float:
@@ -219,7 +222,7 @@ class Columns:
             right = left if other is self else other.of_neurons(part, dtype).flatten(0, 1)
             yield (left, right) if root is None else (left * root, left * root if other is self else right * root)
 
-    # --- gradients of a slice, the diagonal, and the block of one datapoint -----------------------------------------------------
+    # --- gradients of a slice, the diagonal, and the block of one datapoint -----------------------------------------------
 
     def of_neurons(self, part: slice, dtype: torch.dtype, datapoints: slice = slice(None)) -> Tensor:
         """Per-datapoint gradients of some output neurons' weights: ``(K, N, G·p·m)``."""
@@ -242,7 +245,7 @@ class Columns:
         return A.reshape(layer.groups, b, self.R, layer.m), [e.reshape(layer.groups, b, self.R, layer.n) for e in E]
 
     def flat(self, dtype: torch.dtype, datapoints: slice = slice(None)) -> Tensor:
-        """The columns themselves, as rows: ``(K·N, P)`` in the order of ``params``. For small blocks, and for ties that mix layouts."""
+        """The columns themselves, as rows: ``(K·N, P)`` in the order of ``params``. For small blocks, and mixed ties."""
         start, stop, _ = datapoints.indices(self.N)
         columns = torch.zeros(self.K, stop - start, self.size, dtype=dtype, device=self.params[0].device)
         for call in self.calls:
@@ -261,8 +264,8 @@ class Columns:
 
     def flat_weights(self, weights: Weights, dtype: torch.dtype) -> Tensor:
         """A diagonal as one vector ``(P,)``."""
-        parts = [torch.as_tensor(w, dtype=dtype, device=p.device).expand(p.shape).flatten() for w, p in zip(weights, self.params, strict=True)]
-        return torch.cat(parts)
+        pairs = zip(weights, self.params, strict=True)
+        return torch.cat([torch.as_tensor(w, dtype=dtype, device=p.device).expand(p.shape).flatten() for w, p in pairs])
 
     def _matrix_weights(self, weights: Weights, dtype: torch.dtype) -> Tensor:
         """A diagonal in the layout of the matrix: ``(G, n, m)``."""

@@ -39,7 +39,9 @@ class Precision:
         """Are these the same diagonal?"""
 
         def equal(a: float | Tensor, b: float | Tensor) -> bool:
-            return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and a == b
+            if isinstance(a, Tensor) or isinstance(b, Tensor):
+                return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+            return a == b
 
         return all(equal(a, b) for a, b in zip(self.values, other.values, strict=True))
 
@@ -187,8 +189,8 @@ class GramOperator:
         """n exact draws from ``N(0, (Λ + c F)⁻¹)``.
 
         Appendix C.1 with ``V = √c Λ^(-1/2) G``: ``x = y - V (I + VᵀV)⁻¹ (Vᵀy + z)``, y and z standard normal, has covariance
-        ``I + V U'⁻¹ (VᵀV + I) U'⁻¹ Vᵀ - 2 V U'⁻¹ Vᵀ = I - V U'⁻¹ Vᵀ`` with ``U' = I + VᵀV`` (in the paper's Eq. (12) the last term lacks
-        the ``U'⁻¹``); ``Λ^(-1/2) x`` is the sample. Here ``U' = cU``, hence z/√c.
+        ``I + V U'⁻¹ (VᵀV + I) U'⁻¹ Vᵀ - 2 V U'⁻¹ Vᵀ = I - V U'⁻¹ Vᵀ`` with ``U' = I + VᵀV`` (in the paper's Eq. (12) the last
+        term lacks the ``U'⁻¹``); ``Λ^(-1/2) x`` is the sample. Here ``U' = cU``, hence z/√c.
         """
 
         def normal(*shape: int) -> Tensor:
@@ -223,8 +225,8 @@ class GramOperator:
         held = sum(t.numel() * t.element_size() for part in self.parts for t in (part.gram, part.factor) if t is not None)
         if available is not None and needed - held > available:
             raise MemoryError(
-                f"D = {self.N:,} datapoints × {self.K} labels = {self.D:,} columns: {len(self.parts)} Gram matrices of D × D and their "
-                f"factors need {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free. Use fewer datapoints, "
+                f"D = {self.N:,} datapoints × {self.K} labels = {self.D:,} columns: {len(self.parts)} Gram matrices of D × D and "
+                f"their factors need {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free. Use fewer datapoints, "
                 f'labels="mc" instead of "full", blocks="full" instead of "layer", or a float32 Gram matrix.'
             )
 

@@ -37,8 +37,8 @@ class Recorder:
             layer, x, e = same[0]
             if x.shape[0] != N or e.shape[0] != N:
                 raise ValueError(
-                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} and output {tuple(e.shape)} is not the {N} "
-                    f"datapoints, so the gradients of datapoints cannot be told apart. Expand its input to ({N}, ...) or "
+                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} and output {tuple(e.shape)} is not the "
+                    f"{N} datapoints, so the gradients of datapoints cannot be told apart. Expand its input to ({N}, ...) or "
                     f"pass exclude=[{layer.name!r}]."
                 )
             calls.append(Call(layer, x, [error for _, _, error in same]))
@@ -51,7 +51,7 @@ class Recorder:
             if grad is not None:
                 names = " = ".join(layer.label for layer in layers if layer.weight is weight)
                 raise ValueError(
-                    f"{names}: its weight is also used outside its layer's forward(), where its inputs cannot be seen; exclude it."
+                    f"{names}: its weight is also used outside its layer's forward(), where its inputs are not seen; exclude it."
                 )
 
 
@@ -80,7 +80,7 @@ def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None,
 def check_output(out: Any) -> None:
     """Raise unless this is a tensor ``(N, ...)`` of at least one datapoint that depends on the model's parameters."""
     if not isinstance(out, Tensor):
-        raise TypeError(f"the model must return one tensor of outputs (N, ..., C), got {type(out).__name__}; wrap it in a module that does.")
+        raise TypeError(f"the model must return one tensor (N, ..., C), got {type(out).__name__}; wrap it in a module that does.")
     if out.dim() < 2 or len(out) == 0:
         raise ValueError(f"the model's outputs must be (N, ..., C) with at least one datapoint, got {tuple(out.shape)}.")
     if not out.requires_grad:
@@ -93,7 +93,7 @@ def _pieces(inputs: Any, y: Tensor | None, batch_size: int | None) -> Iterable[t
         return
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-    tensors = list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+    tensors = list(inputs.values()) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else [inputs]
     if len({len(t) for t in tensors}) != 1:
         raise ValueError(f"batch_size needs inputs with one first dimension, got {[tuple(t.shape) for t in tensors]}.")
     for chunk in chunks(len(tensors[0]), batch_size):
