@@ -1,6 +1,7 @@
 """Optimizers on neurons."""
 
 from foof.optim.foof import FOOF
+from foof.optim.kfac import KFAC
 from foof.optim.precondition import precondition
 
-__all__ = ["FOOF", "precondition"]
+__all__ = ["FOOF", "KFAC", "precondition"]

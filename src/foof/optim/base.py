@@ -100,8 +100,9 @@ class NeuronOptimizer(Optimizer):
         """Statistics from batches before training (Appendix K uses 50): inputs, or pairs (inputs, labels). Then one inversion."""
         self.preconditioner.initialise(batches)
 
-    def update_curvature(self, out: Tensor) -> None:
+    def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Call between the forward pass and ``backward()`` with the model's outputs. FOOF needs nothing: a no-op."""
+        self.preconditioner.update_curvature(out, y)
 
     def remove(self) -> None:
         """Take the hooks off the model: its gradients are plain again and another optimizer may be attached."""

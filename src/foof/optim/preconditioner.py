@@ -79,6 +79,7 @@ class Preconditioner:
 
     method = "foof"
     moment_names: tuple[str, ...] = ("Sigma",)
+    deferred = False  # are gradients left as they are in the backward pass and preconditioned all at once when the step is taken?
 
     def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], ema: float, T: int, S: int | None,
                  exclude: Iterable[str] = ()) -> None:  # fmt: skip
@@ -169,7 +170,7 @@ class Preconditioner:
         self.observe(block, layer, x, e)
         if block.factor is None and block.shares_weight:
             self._start(block)  # the sum of two differently preconditioned gradients cannot be told apart later
-        if block.factor is None:  # the very first step: precondition once all of its batch has been seen, in before_update
+        if self.waits(block):
             return layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
         return block.factor.gradient(layer, x, e)  # type: ignore[no-any-return]
 
@@ -177,6 +178,13 @@ class Preconditioner:
         """Gather what the statistics need from a training backward pass."""
         if self.schedule.gathers():
             gather_inputs(block.gathered["Sigma"], layer, x, backward_pass_id())
+
+    def waits(self, block: Block) -> bool:
+        """Is this block's gradient preconditioned in ``before_update``: on the very first step, once all of its batch is seen?"""
+        return block.factor is None or (self.deferred and not block.shares_weight)
+
+    def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
+        """Outputs (and labels) that estimate the Fisher. FOOF has no use for them."""
 
     def _start(self, block: Block) -> None:
         if any(block.gathered.values()):
@@ -189,19 +197,24 @@ class Preconditioner:
     def before_update(self) -> None:
         """Make ``.grad`` of every covered weight the neuron gradient, where it is not yet; complain of what never arrived."""
         self._check_gradients()
-        new = [block for block in self.blocks if block.factor is None and block.reached]
-        if not new:
-            return
-        self._fold(new)
-        self.synchronise()
-        for block in new:
-            self._make_factor(block)
+        waiting = [block for block in self.blocks if block.reached and self.waits(block)]
+        self.start(waiting)
+        for block in waiting:
             layer = block.layer
             assert layer.weight.grad is not None
             matrix = block.factor.apply(layer.join(layer.weight.grad, layer.bias.grad if layer.bias is not None else None))
             for p, gradient in zip(layer.parameters, layer.split(matrix), strict=False):
                 assert p.grad is not None and gradient is not None
                 p.grad.copy_(gradient)
+
+    def start(self, blocks: list[Block]) -> None:
+        """Factors for those of these blocks that have none yet, from what has been gathered."""
+        new = [block for block in blocks if block.factor is None]
+        if new:
+            self._fold(new)
+            self.synchronise()
+            for block in new:
+                self._make_factor(block)
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -215,6 +228,9 @@ class Preconditioner:
 
     def discard(self) -> None:
         """Forget what has been gathered since the last step (its gradients are being thrown away)."""
+        self.clear()
+
+    def clear(self) -> None:
         for block in self.blocks:
             block.reached = False
             for seen in block.gathered.values():
@@ -248,12 +264,13 @@ class Preconditioner:
         due = [(block, key) for block in blocks for key, seen in block.gathered.items() if seen]
         if not due:
             return
-        finite = torch.stack([block.gathered[key].finite().cpu() for block, key in due]).tolist()
+        finite = torch.stack([block.gathered[key].sound().cpu() for block, key in due]).tolist()
         for (block, key), good in zip(due, finite, strict=True):
             if good:
                 block.moments[key].update(block.gathered[key], self.ema)
             else:
-                self._warn(f"{block.name}: NaN or inf in what {key} is made of; this batch is left out of the statistics.")
+                self._warn(f"{block.name}: NaN or inf in what {key} is made of (or its inputs were overwritten before step()); "
+                           "this batch is left out of the statistics.")
             block.gathered[key].clear()
 
     def _check_gradients(self) -> None:
@@ -264,8 +281,8 @@ class Preconditioner:
             )
         for block in self.blocks:
             if block.reached:
-                if block.factor is None and not any(block.gathered.values()):
-                    raise ValueError(f"{block.name}: the first batch is empty; statistics need at least one datapoint.")
+                if block.factor is None and any(block.moments[k].value is None and not seen for k, seen in block.gathered.items()):
+                    raise ValueError(self.explain_unseen(block))
             elif block.layer.weight.grad is None:
                 self._warn(f"{block.name}: the loss does not reach this layer; it is not updated.", once=True)
             elif block.factor is None and bool(block.layer.weight.grad.any()):
@@ -273,6 +290,10 @@ class Preconditioner:
                     f"{block.name}: its gradient did not come through its forward() (the weight is used functionally?). "
                     f"Pass exclude=[{block.layer.name!r}] to leave it to the rest."
                 )
+
+    def explain_unseen(self, block: Block) -> str:
+        """Why a block that has a gradient has no statistics."""
+        return f"{block.name}: the first batch is empty; statistics need at least one datapoint."
 
     def _warn(self, message: str, once: bool = False) -> None:
         if not (once and message in self._warned):
@@ -353,7 +374,7 @@ class Preconditioner:
                 moment.load_state_dict(saved["moments"][key], device)
             block.factor = None if saved["factor"] is None else self.factor_from_state_dict(saved["factor"], device)
             block.rows, block.made_of = int(saved["rows"]), ()
-        self.discard()
+        self.clear()
 
     def factor_from_state_dict(self, state: dict[str, Any], device: torch.device) -> Any:
         return InputFactor.from_state_dict(state, device)
