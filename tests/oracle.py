@@ -128,3 +128,57 @@ def block_diagonal(F: Tensor, sizes: list[int]) -> Tensor:
         blocks.append(F[start : start + size, start : start + size])
         start += size
     return torch.block_diag(*blocks)
+
+
+# --- KFAC ----------------------------------------------------------------------------------------------------------------------
+
+
+def output_errors(likelihood: str, out: Tensor) -> list[Tensor]:
+    """Columns of a square root of each datapoint's H as output errors ``(N, C)``: the full Fisher's, by eigendecomposition."""
+    roots = []
+    for f in out.detach():
+        s, U = torch.linalg.eigh(output_hessian(likelihood, f))
+        roots.append(U * s.clamp_min(0).sqrt())
+    return list(torch.stack(roots).unbind(-1))
+
+
+def kronecker_factors(model: nn.Module, module: nn.Module, x: Tensor, errors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """``Σ = 1/N Σ_i Σ_r a aᵀ`` ``(G, m, m)`` and ``Σ_E = 1/(N R) Σ_i Σ_k Σ_r e e ᵀ`` ``(G, n, n)`` of one module, by hooks.
+
+    ``errors``: output errors ``(N, C)`` of the per-datapoint losses, one backward pass each.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def hook(_module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        seen["x"], seen["b"] = args[0], out
+
+    handle = module.register_forward_hook(hook)
+    out = model(x)
+    handle.remove()
+    Sigma_E = torch.zeros(())
+    for s in errors:
+        e = as_rows(module, torch.autograd.grad(out, seen["b"], s, retain_graph=True)[0])
+        Sigma_E = Sigma_E + torch.einsum("girk,girl->gkl", e, e) / (e.shape[1] * e.shape[2])
+    return second_moment(input_rows(module, seen["x"].detach())), Sigma_E
+
+
+def kfac_heuristic(gradient: Tensor, Sigma: Tensor, Sigma_E: Tensor, damping: float) -> tuple[Tensor, float, float]:
+    """``(Σ_E + λ_E I)⁻¹ G (Σ + λ_A I)⁻¹`` (Eq. 2) for one matrix ``(n, m)``, with λ_A and λ_E."""
+    n, m = gradient.shape
+    ratio = n * Sigma.trace().item() / (m * Sigma_E.trace().item())
+    lambda_A, lambda_E = (damping * ratio) ** 0.5, (damping / ratio) ** 0.5
+    right = torch.linalg.inv(Sigma + lambda_A * torch.eye(m, dtype=Sigma.dtype))
+    left = torch.linalg.inv(Sigma_E + lambda_E * torch.eye(n, dtype=Sigma.dtype))
+    return left @ gradient @ right, lambda_A, lambda_E
+
+
+def kfac_standard(gradient: Tensor, Sigma: Tensor, Sigma_E: Tensor, damping: float) -> Tensor:
+    """``(Σ_E ⊗ Σ + λI)⁻¹ vec(G)`` (Eq. 3) for one matrix ``(n, m)`` and row-major vec, with the ``nm × nm`` matrix written out."""
+    F = torch.kron(Sigma_E, Sigma)
+    return torch.linalg.solve(F + damping * torch.eye(len(F), dtype=F.dtype), gradient.reshape(-1)).reshape(gradient.shape)
+
+
+def kfac_standard_transposed(gradient: Tensor, Sigma: Tensor, Sigma_E: Tensor, damping: float) -> Tensor:
+    """The paper's released code: it rotates with ``U_E`` where ``U_Eᵀ`` belongs. A counter-example."""
+    (s_A, U_A), (s_E, U_E) = torch.linalg.eigh(Sigma), torch.linalg.eigh(Sigma_E)
+    return U_E.T @ ((U_E @ gradient @ U_A) / (torch.outer(s_E, s_A) + damping)) @ U_A.T
