@@ -9,16 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
+
 try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Table
 
+    import foof
     from foof.study import data, report, store, sweep
-    from foof.study.experiments import EXPERIMENTS, PRESETS, Experiment, NotRun, Outcome, Preset, conduct, remembered
+    from foof.study.experiments import EXPERIMENTS, PRESETS, Experiment, NotRun, Outcome, Preset, committed, conduct, remembered
     from foof.study.formats import DataError
     from foof.study.methods import METHODS, title
+    from foof.study.models import mlp
     from foof.study.run import run
     from foof.study.setting import Record, Setting
     from foof.study.tune import RunAll
@@ -117,11 +121,15 @@ def report_(
     out: Folder = OUT,
     open_: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
-    """Redraw the report from stored records, without training."""
+    """Redraw the report without training: from the records in the folder, or else from those that came with the package."""
     size = _preset(preset)
-    if not _records_file(out).exists():
+    own = _records_file(out).exists()
+    if not own and not committed(size).exists():
         raise NotRun(f"records were needed in {_records_file(out)}, but there are none; run `foof reproduce` first")
-    with store.Store(_records_file(out)) as records:
+    with store.Store(_records_file(out) if own else ":memory:") as records:
+        if not own:
+            records.load_dump(committed(size))
+            console.print("No records here: these are the ones that came with the package.")
         page = report.write(out / "report.html", conduct(list(EXPERIMENTS.values()), size, remembered(records)), size)
     console.print(f"Report: [bold]{page}[/]")
     if open_:
@@ -193,6 +201,15 @@ def _option(text: str) -> tuple[str, bool | int | float | str]:
 
 
 @app.command()
+def explain(
+    hidden: Annotated[str, typer.Option(help="Hidden sizes, separated by commas.")] = "1000,1000,1000",
+) -> None:
+    """Show which parameters of the study's network are covered, and what that costs per step."""
+    model = mlp(784, tuple(int(n) for n in hidden.split(",") if n), 10)
+    console.print(str(foof.explain(model, torch.zeros(100, 784))), highlight=False, soft_wrap=True)
+
+
+@app.command()
 def export(
     path: Annotated[Path, typer.Argument(help="A .csv, .parquet or .jsonl.gz file.")],
     out: Folder = OUT,
@@ -209,9 +226,9 @@ def export(
 def main() -> None:
     """The entry point: errors that the user can mend are told in one line, Ctrl-C ends with what to do next."""
     try:
-        app(standalone_mode=False)
-    except (sweep.Interrupted, KeyboardInterrupt, typer.Abort) as stop:
-        console.print(f"\n[yellow]{stop or 'stopped'}[/]", highlight=False)
+        sys.exit(app(standalone_mode=False))  # what typer.Exit carries comes back as a value
+    except sweep.Interrupted as stop:
+        console.print(f"\n[yellow]{stop}[/]", highlight=False)
         sys.exit(130)
     except (DataError, NotRun, store.StoreError, sweep.WorkerDied, ValueError) as problem:
         Console(stderr=True).print(f"[red]error:[/] {problem}", highlight=False, soft_wrap=True)

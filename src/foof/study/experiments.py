@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import plotly.graph_objects as go
 
@@ -76,6 +77,14 @@ class NotRun(LookupError):
     """Records were asked for that are not stored."""
 
 
+RESULTS = Path(__file__).parent / "results"  # records of this repository, one dump per preset
+
+
+def committed(preset: Preset) -> Path:
+    """The dump of the records that came with the package, if there is one for this preset."""
+    return RESULTS / f"{preset.name}.jsonl.gz"
+
+
 def remembered(store: Store) -> RunAll:
     """Records from the store alone, for figures and reports, which never train."""
 
@@ -139,13 +148,13 @@ def _first_order(preset: Preset) -> dict[str, Search]:
     base, seeds = preset.base, preset.seeds
 
     def search(setting: Setting, low: float, high: float, damping: float | None = None) -> Search:
-        lrs = lr_grid(low, high) if preset.fine else (high,)
+        lrs = lr_grid(low, high) if preset.fine else lr_grid(low, high)[1:2]
         return Search(setting, lrs, (damping,), seeds=seeds)
 
     return {
-        "SGD + momentum": search(base.but(optimizer="sgd", options=MOMENTUM), 0.01, 0.1),
+        "SGD + momentum": search(base.but(optimizer="sgd", options=MOMENTUM), 0.003, 0.03),
         "Adam": search(base.but(optimizer="adam"), 1e-4, 1e-3),
-        "FOOF": search(base.but(optimizer="foof", options=(("T", 10), ("S", 10))), 0.1, 1.0, 1.0),
+        "FOOF": search(base.but(optimizer="foof", options=(("T", 10), ("S", 10))), 0.3, 3.0, 1.0),
     }
 
 

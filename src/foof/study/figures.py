@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -68,10 +69,17 @@ def style(figure: go.Figure, heading: str, height: int = 420) -> go.Figure:
     """What all figures share. Colours of text and grid come from the page, which knows whether it is dark."""
     return figure.update_layout(
         title={"text": heading, "x": 0, "xref": "paper", "font": {"size": 15}},
-        height=height, margin={"l": 56, "r": 16, "t": 56, "b": 48}, template="none",
+        height=height, margin={"l": 56, "r": 16, "t": 40, "b": 44}, template="none",
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", hovermode="x unified",
-        legend={"orientation": "h", "y": -0.2, "x": 0}, font={"size": 13},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}, font={"size": 13},
     )  # fmt: skip
+
+
+def log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis, labelled at powers of ten, and at 2 and 5 times these where it spans little."""
+    shown = [v for v in values if v > 0]
+    short = not shown or max(shown) < 300 * min(shown)
+    return {"type": "log", "dtick": "D2" if short else 1, "exponentformat": "none" if short else "power"}
 
 
 def _rgba(hex_: str, alpha: float) -> str:
@@ -83,7 +91,7 @@ def curves_figure(
     curves: Iterable[Curve], heading: str, y: str = "training loss", log: bool = True, published: Iterable[Curve] = ()
 ) -> go.Figure:
     """Mean over seeds as a line, mean ± deviation as a band; the published curves dotted behind."""
-    figure = go.Figure()
+    figure, curves = go.Figure(), list(curves)
     for c in published:
         figure.add_scatter(x=c.steps, y=c.mean, name=f"{c.label}, published", mode="lines",
                            line={"color": colour(c.label), "dash": "dot", "width": 1.5}, opacity=0.7)  # fmt: skip
@@ -99,7 +107,7 @@ def curves_figure(
             line={"color": colour(c.label), "width": 2.5}, hovertemplate="%{y:.4g}",
         )  # fmt: skip
     figure.update_xaxes(title="step")
-    figure.update_yaxes(title=y, **({"type": "log", "dtick": 1, "exponentformat": "power"} if log else {}))
+    figure.update_yaxes(title=y, **(log_axis([v for c in curves for v in c.mean]) if log else {}))
     return style(figure, heading)
 
 
@@ -116,14 +124,14 @@ def tuning_figure(tried: dict[str, Sequence[Record]], heading: str) -> go.Figure
                 x=[r.setting.lr for r in row], y=[r.score for r in row], name=name, mode="lines+markers",
                 line={"color": colour(label), "width": 2}, marker={"size": 8}, hovertemplate="%{y:.4g}",
             )  # fmt: skip
-    figure.update_xaxes(title="learning rate", type="log", dtick=1, exponentformat="power")
-    figure.update_yaxes(title="final training loss", type="log", dtick=1, exponentformat="power")
+    figure.update_xaxes(title="learning rate", **log_axis([t for trace in figure.data for t in trace.x]))
+    figure.update_yaxes(title="final training loss", **log_axis([t for trace in figure.data for t in trace.y]))
     return style(figure, heading)
 
 
 def toy_figure(example: Toy) -> go.Figure:
     """The loss of each datapoint along the direction of each method."""
-    figure = make_subplots(1, 2, subplot_titles=("datapoint (3, 1) → 1", "datapoint (1, 0) → −1"), shared_yaxes=True)
+    figure = make_subplots(1, 2, subplot_titles=("input (3, 1), label 1", "input (1, 0), label −1"), shared_yaxes=True)
     for label, losses in example.losses.items():
         for point in range(2):
             figure.add_scatter(
@@ -132,4 +140,5 @@ def toy_figure(example: Toy) -> go.Figure:
             )  # fmt: skip
     figure.update_xaxes(title="step size")
     figure.update_yaxes(title="loss", range=[0, 2], col=1)
-    return style(figure, "Loss of each datapoint along one update", height=360)
+    style(figure, "Loss of each datapoint along one update", height=360)
+    return figure.update_layout(legend={"y": 1.14}, margin={"t": 72})

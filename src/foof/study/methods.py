@@ -48,6 +48,7 @@ METHODS: dict[str, Method] = {
     "sgd": Method("SGD", _sgd),
     "adam": Method("Adam", _adam),
     "foof": Method("FOOF", _neurons("FOOF"), damped=True),
+    "kfac": Method("KFAC", _neurons("KFAC"), damped=True),
 }
 
 

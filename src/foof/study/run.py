@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,7 +80,8 @@ def _fixed(seed: int, threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of NaN in statistics: the record tells of divergence
             torch.manual_seed(seed)
             yield
     finally:
@@ -135,12 +137,14 @@ def _train(model: nn.Module, train: Data, setting: Setting, watch: Watch | None)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One update; returns the loss before it."""
+    """One update; returns the loss before it. A loss that is not finite ends the run, so nothing is made of it."""
     x, y = batch
     out = model(x)
+    loss = cross_entropy(out, y)
+    if not torch.isfinite(loss):
+        return loss.item()
     if hasattr(optimizer, "update_curvature"):
         optimizer.update_curvature(out)
-    loss = cross_entropy(out, y)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

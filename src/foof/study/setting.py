@@ -55,6 +55,9 @@ class Setting:
         object.__setattr__(self, "lr", float(self.lr))  # 1 and 1.0 are the same setting and must have the same key
         if self.damping not in (None, "auto"):
             object.__setattr__(self, "damping", float(self.damping))
+        for option, given in self.options:
+            if isinstance(given, float) and not math.isfinite(given):
+                raise ValueError(f"the option {option} must be finite, but is {given!r}")
         positive = {"steps": self.steps, "log_every": self.log_every, "lr": self.lr, "damping": self.damping,
                     "batch_size": self.batch_size, "train_size": self.train_size}  # fmt: skip
         for name, value in positive.items():

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context, parent_process
+from threading import Thread
 
 import torch
 
@@ -24,7 +25,7 @@ ATTEMPTS = 3  # how often a setting may be in the hands of a worker that dies
 Notify = Callable[[Record, bool], None]  # called with every record, and whether it was run just now
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(RuntimeError):
     """Ctrl-C during a sweep: everything that had finished is stored."""
 
     def __init__(self, done: int, total: int):
@@ -72,11 +73,22 @@ def sweep(
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that holds the store
     torch.set_num_threads(1)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A sweep that is killed cannot stop its workers, and they would wait for work forever."""
+    if parent := parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    # spawn: a forked copy of torch's threads can hang
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
+    # a forked copy of a busy torch can hang; a server that has imported torch and done nothing else is safe to fork,
+    # and spares every worker the import
+    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+    context.set_forkserver_preload(["foof.study.run"])
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:

@@ -1,0 +1,111 @@
+"""The command `foof`, as a user meets it."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+
+from foof import cli
+from foof.study.sweep import Interrupted
+
+
+def foof(capsys, *arguments) -> tuple[int, str, str]:
+    """Exit status, output and errors of `foof ARGUMENTS`, run in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["foof", *map(str, arguments)])
+        patch.setattr(cli.console, "_width", 200)
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code or 0
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_reproduce_ends_in_a_report_and_does_nothing_twice(capsys, tmp_path):
+    out = tmp_path / "out"
+    status, said, _ = foof(capsys, "reproduce", "--preset", "smoke", "--out", out)
+    assert status == 0
+    assert "FOOF reaches a lower training loss than Adam" in said
+    assert said.count("seed") == 6
+    assert (out / "report.html").stat().st_size > 10**6
+    with (out / "records.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 6
+    status, said, _ = foof(capsys, "reproduce", "toy", "first-order", "--preset", "smoke", "--out", out)
+    assert (status, said.count("seed")) == (0, 0)
+
+    (out / "report.html").unlink()
+    assert foof(capsys, "report", "--preset", "smoke", "--out", out)[0] == 0
+    assert (out / "report.html").exists()
+    assert foof(capsys, "export", tmp_path / "all.jsonl.gz", "--out", out)[1].startswith("6 records")
+    assert (tmp_path / "all.jsonl.gz").exists()
+
+
+def test_report_without_records_says_what_to_do(capsys, tmp_path):
+    status, _, err = foof(capsys, "report", "--preset", "smoke", "--out", tmp_path / "none")
+    assert status == 1
+    assert "run `foof reproduce` first" in err
+    assert not (tmp_path / "none").exists()
+
+
+def test_data_lists_what_is_there(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FOOF_DATA", str(tmp_path))
+    status, said, _ = foof(capsys, "data")
+    assert status == 0
+    assert "6,000" in said
+    assert "not there" in said
+    assert str(tmp_path) in said
+
+
+def test_train_shows_one_run(capsys):
+    options = ["--hidden", "8", "--steps", "5", "--option", "T=1"]
+    status, said, _ = foof(capsys, "train", "foof", *options)
+    assert status == 0
+    assert "FOOF: finished" in said
+    assert "test accuracy" in said
+    momentum = ["--hidden", "8", "--steps", "5", "--lr", "0.01", "--option", "momentum=0.9"]
+    assert "SGD + momentum: finished" in foof(capsys, "train", "sgd", *momentum)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["train", "sdg"], 1, "no optimizer is called 'sdg'"),
+        (["train", "sgd", "--damping", "1"], 1, "has no damping"),
+        (["train", "sgd", "--lr", "-1"], 1, "lr must be a positive number"),
+        (["train", "sgd", "--dataset", "mnits"], 1, "no data set is called 'mnits'"),
+        (["train", "sgd", "--option", "momentum"], 2, "NAME=VALUE"),
+        (["reproduce", "fig9"], 2, "no experiment is called 'fig9'"),
+        (["reproduce", "--preset", "huge"], 2, "no preset is called 'huge'"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(capsys, arguments, status, said):
+    code, _, err = foof(capsys, *arguments)
+    assert code == status
+    assert said in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_says_how_to_continue(capsys, monkeypatch, tmp_path):
+    def stopped(*_, **__):
+        raise Interrupted(2, 5)
+
+    monkeypatch.setattr(cli.sweep, "sweep", stopped)
+    status, said, _ = foof(capsys, "reproduce", "--preset", "smoke", "--out", tmp_path)
+    assert status == 130
+    assert "2 of 5 runs are stored; the same command continues" in said
+
+
+def test_explain_shows_the_network_of_the_study(capsys):
+    status, said, _ = foof(capsys, "explain", "--hidden", "20,30")
+    assert status == 0
+    assert "3 of 3 trainable parameters covered" in said
+
+
+def test_without_the_extra_the_command_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; import foof.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'foof[study]'" in done.stderr

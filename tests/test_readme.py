@@ -1,0 +1,27 @@
+"""Every Python snippet of the README runs as it stands, and what it links to exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_snippet(number):
+    exec(compile(SNIPPETS[number], f"README.md, snippet {number + 1}", "exec"), {"__name__": "readme"})
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    for link in links:
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+def test_the_commands_of_the_readme_are_in_the_makefile():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert set(re.findall(r"^make ([a-z]+)", README, flags=re.M)) <= set(targets)

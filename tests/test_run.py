@@ -1,0 +1,168 @@
+"""Settings, runs and what they measure."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from foof.study import models
+from foof.study.methods import METHODS, method
+from foof.study.run import batches, evaluate, run
+from foof.study.setting import Record, Setting
+from foof.study.toy import toy
+
+TINY = Setting(train_size=300, hidden=(12,), batch_size=50, steps=15, log_every=5)
+EACH = {
+    "sgd": TINY.but(options=(("momentum", 0.9),)),
+    "adam": TINY.but(optimizer="adam", lr=1e-3),
+    "foof": TINY.but(optimizer="foof", lr=0.3, damping=1.0, options=(("T", 2), ("initialise", 3))),
+    "kfac": TINY.but(optimizer="kfac", lr=0.1, damping=1.0, options=(("T", 2), ("initialise", 3))),
+}
+
+
+def test_every_method_is_tested():
+    assert set(EACH) == set(METHODS)
+
+
+def test_the_key_of_a_setting_never_changes():
+    """Stored records are found by it: a new key for an old setting would orphan them all."""
+    assert Setting().key == "5030452cc0bd5883"
+    assert EACH["foof"].key == "93e2937de082a10b"
+
+
+def test_equal_settings_are_equal_however_they_are_written():
+    a = Setting(lr=1, damping=1, options=(("b", 2), ("a", 1)), hidden=[3, 4])
+    b = Setting(lr=1.0, damping=1.0, options=(("a", 1), ("b", 2)), hidden=(3, 4))
+    assert (a, hash(a), a.key) == (b, hash(b), b.key)
+    assert Setting.from_dict(a.to_dict()) == a
+    assert a.but(seed=3).curve == a
+
+
+@pytest.mark.parametrize("field", ["lr", "damping", "steps", "batch_size", "log_every", "train_size"])
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_impossible_settings_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be a positive number"):
+        Setting(**{field: value})
+
+
+def test_options_must_be_finite():
+    with pytest.raises(ValueError, match="option momentum must be finite"):
+        Setting(options=(("momentum", math.inf),))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_depends_on_its_setting_alone(name):
+    torch.manual_seed(123)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    first = run(EACH[name])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    torch.manual_seed(7)
+    second = run(EACH[name])
+    assert (first.series, first.final) == (second.series, second.final)
+    assert first.series["step"] == [1, 6, 11]
+    assert first.final["train_loss"] < first.series["loss"][0]
+    assert run(EACH[name].but(seed=1)).series != first.series
+
+
+def test_a_record_survives_the_way_to_text_and_back():
+    record = run(TINY.but(measure=("progress",)))
+    assert Record.from_dict(record.to_dict()) == record
+    assert record.environment["train_records"] == 300
+    odd = replace(record, final={"a": math.inf, "b": -math.inf})
+    assert Record.from_dict(odd.to_dict()) == odd
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_divergence_is_an_outcome(name):
+    record = run(EACH[name].but(lr=1e30, steps=60))
+    assert record.status == "diverged"
+    assert record.score == math.inf
+    assert record.final["steps"] < 60 or not math.isfinite(record.final["train_loss"])
+
+
+def test_progress_is_the_fall_of_the_batch_loss():
+    """Full batch: the loss after one step is the loss before the next."""
+    record = run(TINY.but(batch_size=None, log_every=1, steps=5, measure=("progress",)))
+    loss, progress = record.series["loss"], record.series["progress"]
+    assert progress[:-1] == pytest.approx([a - b for a, b in pairwise(loss)], abs=1e-6)
+
+
+def test_sgd_run_equals_the_loop_written_out():
+    from foof.study.data import load
+
+    d = load("fashion-mnist", "embedded", 300)
+    model = models.mlp(784, (12,), 10, torch.Generator().manual_seed(0))
+    order, losses = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        for rows in torch.randperm(300, generator=order).split(50):
+            loss = torch.nn.functional.cross_entropy(model(d.train_x[rows]), d.train_y[rows])
+            losses.append(loss.item())
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), gradients, strict=True):
+                    p -= 0.01 * g
+    assert run(TINY).series["loss"] == pytest.approx([losses[i] for i in (0, 5, 10)], rel=1e-6)
+
+
+def test_batches_cover_an_epoch_once():
+    from foof.study.data import load
+
+    d = load("fashion-mnist", "embedded", 300)
+    source = batches(d, 100, torch.Generator().manual_seed(0))
+    epoch = torch.cat([next(source)[0] for _ in range(3)]).sum((1, 2, 3)).sort().values
+    torch.testing.assert_close(epoch, d.train_x.sum((1, 2, 3)).sort().values)
+    with pytest.raises(ValueError, match="batches of 301"):
+        next(batches(d, 301, torch.Generator()))
+
+
+def test_evaluate_is_the_mean_over_all_records():
+    x, y = torch.randn(7, 4), torch.tensor([0, 1, 2, 0, 1, 2, 0])
+    loss, accuracy = evaluate(torch.nn.Identity(), x, y, chunk=3)
+    assert loss == pytest.approx(torch.nn.functional.cross_entropy(x, y).item(), rel=1e-5)
+    assert accuracy == pytest.approx((x.argmax(1) == y).double().mean().item())
+
+
+def test_unknown_names_are_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"no optimizer is called 'sdg'; there are sgd"):
+        method(TINY.but(optimizer="sdg"))
+    with pytest.raises(ValueError, match="needs a damping"):
+        method(TINY.but(optimizer="foof"))
+    with pytest.raises(ValueError, match="has no damping"):
+        method(TINY.but(damping=1.0))
+    with pytest.raises(ValueError, match="no model is called 'vgg'"):
+        run(TINY.but(model="vgg"))
+
+
+def test_the_network_is_that_of_the_paper():
+    model = models.mlp(784, (1000, 1000), 10, torch.Generator().manual_seed(0))
+    weights = list(model.parameters())
+    assert [tuple(w.shape) for w in weights] == [(1000, 784), (1000, 1000), (10, 1000)]
+    for w in weights:
+        assert w.std().item() == pytest.approx(math.sqrt(2 / w.shape[1]), rel=0.05)
+    assert len(list(models.mlp(784, (), 10).parameters())) == 1  # Fig. 2A: one layer
+
+
+def test_toy_example_gives_the_paper_s_numbers():
+    example = toy()
+    assert example.gradients.tolist() == [[3, 1], [-1, 0]]
+    assert example.sgd.tolist() == [2, 1]
+    torch.testing.assert_close(example.foof, torch.tensor([-1.0, 4.0], dtype=torch.float64), atol=1e-12, rtol=0)
+    assert example.losses["FOOF"][-1].max() < 1e-24
+    assert (example.losses["SGD"][1:, 1] > example.losses["SGD"][0, 1]).all()
+
+
+def test_the_library_takes_the_toy_step():
+    """`foof.FOOF` with hardly any damping lands where the undamped update of the toy example does."""
+    import foof
+
+    A = torch.tensor([[3.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+    y = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = foof.FOOF(model, lr=1.0, damping=1e-12, T=1)
+    (0.5 * (model(A) - y) ** 2).mean(0).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), toy().foof[None], atol=1e-6, rtol=0)

@@ -1,0 +1,188 @@
+"""Sweeps: the same records by whatever way, nothing run twice, dead workers replaced. And the paper's search protocol."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from foof.study import sweep as module
+from foof.study.run import run
+from foof.study.setting import Record, Setting
+from foof.study.store import Store
+from foof.study.sweep import WorkerDied, sweep
+from foof.study.tune import Search, damping_grid, lr_at, lr_grid, lr_index, tune
+
+TINY = Setting(train_size=200, hidden=(8,), batch_size=50, steps=8, log_every=2)
+SETTINGS = [TINY.but(seed=seed) for seed in range(3)] + [TINY.but(lr=1e30)]
+
+
+def outcome(records):
+    return [(r.setting, r.status, r.series, r.final) for r in records]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return outcome(run(s) for s in SETTINGS)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path / "records.sqlite") as it:
+        yield it
+
+
+def same(a, b):
+    return repr(a) == repr(b)  # NaN is not equal to itself
+
+
+def test_the_pool_gives_what_single_runs_give_and_runs_nothing_twice(store, expected):
+    seen = []
+    records = sweep(SETTINGS, store, workers=2, notify=lambda r, new: seen.append((r.setting, new)))
+    assert same(outcome(records), expected)
+    assert sorted(s.key for s, _ in seen) == sorted(s.key for s in SETTINGS)
+    assert all(new for _, new in seen)
+    seen.clear()
+    assert same(outcome(sweep(SETTINGS, store, notify=lambda r, new: seen.append(new))), expected)
+    assert seen == [False] * 4
+
+
+def dies_once(setting: Setting, mark: Path) -> Record:
+    """As `run`, but the first worker to take seed 1 is killed, as by a machine short of memory."""
+    if setting.seed == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(setting)
+
+
+def dies_always(setting: Setting) -> Record:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_a_worker_that_dies_has_its_runs_done_again(store, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "run", partial(dies_once, mark=tmp_path / "mark"))
+    assert same(outcome(sweep(SETTINGS, store, workers=2)), expected)
+    assert (tmp_path / "mark").exists()
+
+
+def test_a_setting_whose_workers_always_die_is_given_up(store, monkeypatch):
+    monkeypatch.setattr(module, "run", dies_always)
+    monkeypatch.setattr(module, "ATTEMPTS", 2)
+    with pytest.raises(WorkerDied, match=r"died 2 times while running Setting"):
+        sweep(SETTINGS[:1], store, workers=1)
+
+
+def test_an_error_in_a_run_is_raised_and_the_rest_is_kept(store):
+    with pytest.raises(ValueError, match="no optimizer is called"):
+        sweep([TINY, TINY.but(optimizer="nothing")], store, workers=1)
+    assert TINY in store
+
+
+SCRIPT = """
+import sys
+from foof.study.setting import Setting
+from foof.study.store import Store
+from foof.study.sweep import Interrupted, sweep
+if __name__ == "__main__":
+    tiny = Setting(train_size=200, hidden=(8,), batch_size=50, steps=8, log_every=2)
+    with Store(sys.argv[1]) as store:
+        try:
+            sweep([tiny.but(seed=s) for s in range(1000)], store, workers=2, notify=lambda r, new: print("done", flush=True))
+        except Interrupted as stop:
+            print(stop)
+            sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_sweep_keeps_what_had_finished(tmp_path, how):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    path = tmp_path / "records.sqlite"
+    command = [sys.executable, tmp_path / "script.py", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        for _ in range(3):
+            assert process.stdout.readline() == "done\n"
+        process.send_signal(how)
+        rest = process.stdout.read()
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "of 1000 runs are stored; the same command continues" in rest
+    with Store(path) as store:
+        assert len(store) >= 3 + rest.count("done")
+        assert all(r.status == "finished" for r in store)
+        first = next(iter(store))
+        assert (first.series, first.final) == ((again := run(first.setting)).series, again.final)
+
+
+def test_workers_end_with_a_killed_sweep(tmp_path):
+    """A pool's workers notice that nobody is left to give them work."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, tmp_path / "script.py", tmp_path / "records.sqlite"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        process.stdout.readline()
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail("workers outlived their sweep")
+
+
+def test_a_dask_cluster_gives_the_same_records(store, expected):
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        assert same(outcome(sweep(SETTINGS, store, scheduler=cluster.scheduler_address)), expected)
+
+
+def test_the_ladders_of_the_paper():
+    assert lr_grid(3e-4, 0.1) == (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+    assert damping_grid(1e-6, 1e6) == (1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4, 1e6)
+    assert damping_grid(0.1, 10, every=1) == (0.1, 1.0, 10.0)
+    assert [lr_index(lr_at(i)) for i in range(-20, 20)] == list(range(-20, 20))
+    with pytest.raises(ValueError, match="of the form"):
+        lr_index(0.02)
+
+
+def bowl(lr: float, damping: float | None = None):
+    """Records whose loss is least at the given place, without training."""
+    import math
+
+    def run_all(settings):
+        def loss(s):
+            return abs(math.log10(s.lr / lr)) + (abs(math.log10(s.damping / damping)) if damping else 0) + 0.01 * s.seed
+
+        return [Record(s, "finished", {}, {"train_loss": loss(s)}) for s in settings]
+
+    return run_all
+
+
+def test_a_grid_grows_until_its_best_lies_inside():
+    run_all = bowl(lr=3.0, damping=1e-4)
+    found = tune(Search(TINY, lr_grid(0.1, 1), (1.0, 1e2), extend=5), run_all)
+    assert (found.best.lr, found.best.damping, found.on_edge) == (3.0, 1e-4, False)
+    assert [r.setting.seed for r in found.records] == [0, 1, 2]
+    assert {r.setting.lr for r in found.tried} == set(lr_grid(0.1, 10))
+    assert {r.setting.damping for r in found.tried} == {1e-6, 1e-4, 1e-2, 1.0, 1e2}
+
+
+def test_a_search_that_may_not_grow_says_its_best_is_on_the_edge():
+    run_all = bowl(lr=3.0)
+    assert tune(Search(TINY, lr_grid(0.1, 1), extend=0), run_all).on_edge
+    assert not tune(Search(TINY, (1.0,)), run_all).on_edge  # a single value is a choice
+
+
+def test_divergence_never_wins():
+    def run_all(settings):
+        return [Record(s, "diverged" if s.lr > 0.2 else "finished", {}, {"train_loss": 1 / s.lr}) for s in settings]
+
+    assert tune(Search(TINY, lr_grid(0.1, 1), extend=2), run_all).best.lr == 0.1
