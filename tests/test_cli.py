@@ -29,17 +29,17 @@ def test_reproduce_ends_in_a_report_and_does_nothing_twice(capsys, tmp_path):
     status, said, _ = foof(capsys, "reproduce", "--preset", "smoke", "--out", out)
     assert status == 0
     assert "FOOF reaches a lower training loss than Adam" in said
-    assert said.count("seed") == 6
+    assert said.count("seed") == 8
     assert (out / "report.html").stat().st_size > 10**6
     with (out / "records.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == 6
-    status, said, _ = foof(capsys, "reproduce", "toy", "first-order", "--preset", "smoke", "--out", out)
+        assert len(list(csv.DictReader(file))) == 8
+    status, said, _ = foof(capsys, "reproduce", "toy", "methods", "--preset", "smoke", "--out", out)
     assert (status, said.count("seed")) == (0, 0)
 
     (out / "report.html").unlink()
     assert foof(capsys, "report", "--preset", "smoke", "--out", out)[0] == 0
     assert (out / "report.html").exists()
-    assert foof(capsys, "export", tmp_path / "all.jsonl.gz", "--out", out)[1].startswith("6 records")
+    assert foof(capsys, "export", tmp_path / "all.jsonl.gz", "--out", out)[1].startswith("8 records")
     assert (tmp_path / "all.jsonl.gz").exists()
 
 

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -19,11 +20,12 @@ from foof.study.toy import toy
 from foof.study.verdict import Ruling, Spread, Verdict, lower, of, spread
 
 SMOKE = PRESETS["smoke"]
+SEARCHED = replace(SMOKE, fine=True)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return conduct(list(EXPERIMENTS.values()), SMOKE, lambda settings: [run(s) for s in settings])
+    return conduct(list(EXPERIMENTS.values()), SEARCHED, lambda settings: [run(s) for s in settings])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def test_a_curve_is_the_mean_over_seeds_where_all_still_run():
 
 
 def test_verdicts_say_what_the_records_say(outcomes):
-    found = {o.experiment.id: o for o in outcomes}["first-order"].found
+    found = {o.experiment.id: o for o in outcomes}["methods"].found
     verdicts = {v.id: v for o in outcomes for v in o.verdicts}
     foof, sgd = (of(found[name].records, "train_loss") for name in ("FOOF", "SGD + momentum"))
     assert verdicts["foof-vs-sgd"].ruling is lower(foof, sgd)
@@ -67,6 +69,11 @@ def test_verdicts_say_what_the_records_say(outcomes):
     assert {verdicts["toy-sgd"].ruling, verdicts["toy-foof"].ruling} == {Ruling.HOLDS}
     assert "(2, 1)" in verdicts["toy-sgd"].measured
     assert "(-1, 4)" in verdicts["toy-foof"].measured
+
+
+def test_nothing_is_decided_without_a_search():
+    outcome = conduct([EXPERIMENTS["methods"]], SMOKE, lambda settings: [run(s) for s in settings])[0]
+    assert {v.ruling for v in outcome.verdicts} == {Ruling.UNDECIDED}
 
 
 def test_a_report_never_trains(tmp_path):
@@ -108,7 +115,7 @@ def test_the_page_is_whole_and_needs_no_network(page):
     assert all(link.startswith("#") and link[1:] in found.ids for link in found.links)
     assert found.sources == ["data:,"]
     specs = re.findall(r'<script type="application/json">(.*?)</script>', text, flags=re.S)
-    assert len(specs) == 2
+    assert len(specs) == 3
     for spec in specs:
         assert json.loads(spec)["data"]
 
@@ -144,5 +151,5 @@ def test_every_figure_renders_in_a_browser_without_errors(page, tmp_path):
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not re.findall(r".*CONSOLE.*", done.stderr)
-    assert done.stdout.count('class="plot js-plotly-plot"') == 2
+    assert done.stdout.count('class="plot js-plotly-plot"') == 3
     assert done.stdout.count("<svg class=\"main-svg\"") >= 2

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from foof.study.experiments import FIRST_ORDER, PRESETS, committed, conduct, remembered
+from foof.study.experiments import METHODS_COMPARED, PRESETS, committed, conduct, remembered
 from foof.study.figures import curve
 from foof.study.store import Store
 from foof.study.svg import curves_svg
@@ -15,7 +15,7 @@ def picture() -> str:
     preset = PRESETS["quick"]
     with Store(":memory:") as store:
         store.load_dump(committed(preset))
-        (outcome,) = conduct([FIRST_ORDER], preset, remembered(store))
+        (outcome,) = conduct([METHODS_COMPARED], preset, remembered(store))
     curves = [curve(tuned.records, label, keep=0.8) for label, tuned in outcome.found.items()]
     return curves_svg(curves, "Fashion-MNIST (6,000 images), 784-1000-1000-1000-10, batch 100")
 
