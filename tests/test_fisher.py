@@ -246,6 +246,16 @@ def test_float64_for_tiny_damping() -> None:
     assert errors[torch.float64] < 0.05 * errors[torch.float32]
 
 
+def test_a_residual_correction_restores_what_woodbury_loses() -> None:
+    model, x, _ = case("mlp")
+    F = foof.Fisher(model, x, "full")
+    v = F @ torch.randn(F.P, dtype=torch.float64)  # in F's range, where the difference is small
+    expected = F.solve(v, 1e-4)
+    single = foof.Fisher(model.float(), x.float(), "full")
+    errors = [oracle.relative_error(single.solve(v, 1e-4, refine=n), expected) for n in (0, 1)]
+    assert errors[1] < 0.1 * errors[0]
+
+
 def test_a_scipy_view() -> None:
     from scipy.sparse.linalg import cg, eigsh
 

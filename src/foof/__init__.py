@@ -3,6 +3,6 @@
 from foof.curvature import per_datapoint_gradient
 from foof.explain import explain
 from foof.fisher import Fisher
-from foof.optim import FOOF, KFAC, precondition
+from foof.optim import FOOF, KFAC, NaturalGradient, precondition
 
-__all__ = ["FOOF", "KFAC", "Fisher", "explain", "per_datapoint_gradient", "precondition"]
+__all__ = ["FOOF", "KFAC", "Fisher", "NaturalGradient", "explain", "per_datapoint_gradient", "precondition"]

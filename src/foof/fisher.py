@@ -96,14 +96,15 @@ class Fisher:
         us, back = self._read(v)
         return back(self.operator.apply(us))
 
-    def solve(self, v: Vector, damping: Diagonal) -> Any:
+    def solve(self, v: Vector, damping: Diagonal, *, refine: int = 0) -> Any:
         """``(F + λI)⁻¹ v`` by Woodbury's identity, in the form of ``v``. The factor is kept for the next solve with this λ.
 
-        λ may be any positive diagonal. One number for all parameters reuses the Gram matrix; one number per parameter tensor costs
-        a new Gram matrix; a full diagonal also costs the gradients of all datapoints, some neurons at a time (slow, exact).
+        λ may be any positive diagonal. One number for all parameters reuses the Gram matrix; one number per parameter tensor
+        costs a new Gram matrix; a full diagonal also costs all datapoints' gradients, some neurons at a time (slow, exact).
+        The relative error is about ε·μ/λ for F's largest eigenvalue μ; ``refine`` corrects the answer by its residual.
         """
         us, back = self._read(v)
-        return back(self.operator.solve(us, self.precision(damping, "damping")))
+        return back(self.operator.solve(us, self.precision(damping, "damping"), refine=refine))
 
     def quadratic(self, v: Vector) -> Tensor:
         """``vᵀ F v``: a number, or ``(k,)`` for ``v`` of shape ``(P, k)``."""

@@ -2,6 +2,7 @@
 
 from foof.optim.foof import FOOF
 from foof.optim.kfac import KFAC
+from foof.optim.natural import NaturalGradient
 from foof.optim.precondition import precondition
 
-__all__ = ["FOOF", "KFAC", "precondition"]
+__all__ = ["FOOF", "KFAC", "NaturalGradient", "precondition"]

@@ -1,0 +1,305 @@
+"""Exact natural gradients, from a Fisher subsampled on a mini-batch (Appendix I)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foof.gradients import Call
+from foof.gram import GramOperator, Precision
+from foof.layers import Layer
+from foof.likelihood import Labels, Likelihood, likelihood_named
+from foof.optim.adaptive import Adaptive, minimise, reduction_ratio
+from foof.optim.base import NeuronOptimizer
+from foof.optim.kfac import make_generator
+from foof.optim.preconditioner import Block, Damping, Preconditioner
+from foof.recording import Recorder, check_output, record
+
+
+@dataclass(frozen=True)
+class FisherSettings:
+    """Which Fisher: its labels, its likelihood, full or block-diagonal, the precision of its Gram matrix."""
+
+    labels: Labels
+    likelihood: Likelihood
+    by_layer: bool
+    dtype: torch.dtype | None
+    batch_size: int | None
+
+
+class NaturalPreconditioner(Preconditioner):
+    """Turns gradients into ``(F + λI)⁻¹ g``. F is replaced every T steps; in between it, and its factor, stay as they are."""
+
+    moment_names = ()
+
+    def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], T: int, exclude: Iterable[str],
+                 settings: FisherSettings, generator: torch.Generator | int | None) -> None:  # fmt: skip
+        super().__init__(model, damping, 0.0, T, None, exclude)
+        self.settings = settings
+        self.method = f"natural ({'layer' if settings.by_layer else 'full'})"
+        self.layers = [layer for block in self.blocks for layer in block.layers]
+        covered = {id(p): block for block in self.blocks for layer in block.layers for p in layer.parameters}
+        self.params = [p for p in model.parameters() if id(p) in covered]
+        self._block_of_param = [covered[id(p)] for p in self.params]
+        self.generator = make_generator(generator, self.params[0].device)
+        self.operator: GramOperator | None = None
+        self.keeps_raw = False
+        self.raw: list[Tensor] = []  # the gradient before the solve, if kept
+        self._recorder: Recorder | None = None
+        self._fresh = False  # has F been renewed since the last step?
+
+    # --- the Fisher ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """Is a new Fisher wanted for the coming step?"""
+        return self.operator is None or (self.schedule.t % self.schedule.T == 0 and not self._fresh)
+
+    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
+        if self._recorder is not None:
+            return self._recorder.receive(layer, x, e)
+        self._block_of[id(layer)].reached = True
+        return layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
+
+    def update_curvature(self, out: Tensor | None, y: Tensor | None = None, inputs: Any = None) -> None:
+        """A new Fisher, if it is due, from the outputs of a training forward pass or from inputs of its own."""
+        if (out is None) == (inputs is None):
+            raise ValueError("update_curvature needs outputs of the model, or inputs=... for a pass of its own: one of them.")
+        if not self.due:
+            return
+        self.operator = None  # free the old one first
+        if out is None:
+            s = self.settings
+            calls, N, K = record(self.model, self.layers, inputs, y, s.labels, s.likelihood, self.generator, s.batch_size)
+        else:
+            calls, N, K = self._from_outputs(out, y)
+        self.operator = GramOperator(self.params, calls, N, K, self.settings.by_layer, self.settings.dtype)
+        self._fresh = True
+
+    def _from_outputs(self, out: Tensor, y: Tensor | None) -> tuple[list[Call], int, int]:
+        check_output(out)
+        self._recorder = recorder = Recorder()
+        try:
+            errors = self.settings.labels.errors(self.settings.likelihood, out, y, self.generator)
+            calls = recorder.backward(out, errors, self.layers, len(out))
+        finally:
+            self._recorder = None
+        if not calls:
+            raise ValueError("these outputs do not come from a forward pass of this model, made after the optimizer was.")
+        return calls, len(out), len(calls[0].errors)
+
+    def precision(self) -> Precision:
+        """λ of each parameter, from the optimizer's groups."""
+        return Precision(tuple(number(self._damping(block)) for block in self._block_of_param))
+
+    # --- the step -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        self._check_reached()
+        if self.operator is None:
+            raise RuntimeError("there is no Fisher yet: call opt.update_curvature(inputs=...), or (out), before step().")
+        g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        self.raw = [each.clone() for each in g] if self.keeps_raw else []
+        solved = self.operator.solve([each.to(self.operator.dtype).unsqueeze(0) for each in g], self.precision())
+        for p, natural in zip(self.params, solved, strict=True):
+            if p.grad is not None:
+                p.grad.copy_(natural[0])
+
+    def _check_reached(self) -> None:
+        if all(p.grad is None for p in self.params):
+            raise RuntimeError(
+                "no gradient has reached any covered layer: call loss.backward() on a loss computed by this model before step()."
+            )
+
+    def after_update(self) -> None:
+        self._fresh = False
+        for block in self.blocks:
+            block.reached = False
+        self.schedule.advance()
+
+    def initialise(self, batches: Iterable[Any]) -> None:
+        raise NotImplementedError("natural gradients keep no averages to initialise; call update_curvature(inputs=...).")
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """G and its factor are only needed where the next step would still use them."""
+        return {
+            **super().state_dict(),
+            "generator": self.generator.get_state(),
+            "fresh": self._fresh,
+            "operator": None if self.operator is None or self.due else self._operator_state(self.operator),
+        }
+
+    def _operator_state(self, operator: GramOperator) -> dict[str, Any]:
+        position = {id(layer): i for i, layer in enumerate(self.layers)}
+        calls = [call for part in operator.parts for block in part.blocks for call in block.calls]
+        return {
+            "N": operator.N,
+            "K": operator.K,
+            "calls": [{"layer": position[id(c.layer)], "x": c.x.clone(), "errors": [e.clone() for e in c.errors]} for c in calls],
+            "factors": [
+                None if part.factor is None or part.factor_of is None
+                else {"tensor": part.factor.clone(), "damping": list(part.factor_of[0].values), "c": part.factor_of[1]}
+                for part in operator.parts
+            ],
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.generator.set_state(state["generator"].cpu())
+        self._fresh, saved = bool(state["fresh"]), state["operator"]
+        self.operator = None if saved is None else self._operator_from(saved)
+
+    def _operator_from(self, saved: Mapping[str, Any]) -> GramOperator:
+        device = self.params[0].device
+
+        def here(tensor: Tensor) -> Tensor:
+            return tensor.to(device, copy=True)
+
+        calls = [Call(self.layers[c["layer"]], here(c["x"]), [here(e) for e in c["errors"]]) for c in saved["calls"]]
+        operator = GramOperator(self.params, calls, saved["N"], saved["K"], self.settings.by_layer, self.settings.dtype)
+        for part, factor in zip(operator.parts, saved["factors"], strict=True):
+            if factor is not None:
+                part.factor = here(factor["tensor"])
+                part.factor_of = (Precision(tuple(factor["damping"])), factor["c"])
+        return operator
+
+
+def number(damping: Damping) -> float:
+    """λ as a number: the Fisher's scale is the model's own, there is nothing to be relative to."""
+    if isinstance(damping.value, str) or damping.relative:
+        raise ValueError('natural gradients need damping as a positive number: damping="auto" and relative=True are FOOF\'s.')
+    return float(damping.value)
+
+
+class NaturalGradient(NeuronOptimizer):
+    """``θ ← θ - lr · (F + λI)⁻¹ g`` with the exact subsampled Fisher F over all covered layers at once, by Woodbury's identity.
+
+    >>> opt = foof.NaturalGradient(model, lr=1e-3, damping=1e-2, T=1)
+    >>> if opt.curvature_due:
+    ...     opt.update_curvature(inputs=other_batch)  # independent of the gradient's batch: less biased (Appendix I.5); any size
+    >>> loss_fn(model(x), y).backward()
+    >>> opt.step(); opt.zero_grad()
+
+    The Fisher may come from the gradient's own batch, too, without a second forward pass: ``opt.update_curvature(out)`` before
+    ``backward()``. With all the data as batch and ``fisher="full"`` this is the natural gradient without any approximation.
+
+    Scale: ``F = 1/N Σ g gᵀ`` is a mean over datapoints, as is the gradient of a mean loss.
+
+    Args:
+        model, lr, momentum, weight_decay, rest, groups, exclude, maximize: as in ``FOOF``.
+        damping: λ > 0.
+        fisher: labels drawn from the model, ``samples`` per input (``"mc"``), all of them weighted by their probability
+            (``"full"``: one backward pass per class, a Gram matrix of (inputs · classes)²), or the data's (``"empirical"``).
+        likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs.
+        blocks: ``"full"``, or ``"layer"`` for the block-diagonal Fisher.
+        T: F is renewed every T steps; in between, calls of ``update_curvature`` do nothing.
+        adaptive: an ``Adaptive``, or True for all of it: damping, step size and momentum of Martens & Grosse (2015).
+        dtype: precision of the Gram matrix and the solve; ``torch.float64`` for tiny λ.
+        batch_size: datapoints per forward pass over ``inputs``.
+        generator: a seed or ``torch.Generator`` for sampled labels; by default one seeded as torch is.
+    """
+
+    preconditioner: NaturalPreconditioner
+
+    def __init__(self, model: nn.Module, lr: float = 1e-3, damping: float = 1e-2, *, fisher: str = "mc", samples: int = 1,
+                 likelihood: str | Likelihood = "categorical", blocks: str = "full", momentum: float = 0.0,
+                 weight_decay: float = 0.0, T: int = 1, adaptive: Adaptive | bool = False, dtype: torch.dtype | None = None,
+                 batch_size: int | None = None, generator: torch.Generator | int | None = None,
+                 rest: str | Mapping[str, Any] = "adamw", groups: Sequence[Mapping[str, Any]] = (),
+                 exclude: Iterable[str] = (), maximize: bool = False) -> None:  # fmt: skip
+        if blocks not in ("full", "layer"):
+            raise ValueError(f'blocks must be "full" or "layer", got {blocks!r}.')
+        settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), blocks == "layer", dtype, batch_size)
+        for options in ({"damping": damping}, *groups):
+            number(Damping(options.get("damping", damping), options.get("relative", False)))
+        self.adaptive = (Adaptive() if adaptive else None) if isinstance(adaptive, bool) else adaptive
+        if self.adaptive is not None and (weight_decay or maximize):
+            raise ValueError("the quadratic model of adaptive=... knows neither decay nor ascent: no weight_decay, no maximize.")
+        defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(
+            model, defaults, groups, rest, maximize,
+            lambda damping_of: NaturalPreconditioner(model, damping_of, T, exclude, settings, generator),
+        )  # fmt: skip
+        self.preconditioner.keeps_raw = self.adaptive is not None
+        self._coefficients: tuple[float, float] | None = None  # α and μ of the step being taken
+        self._predicted = 0.0
+
+    @property
+    def curvature_due(self) -> bool:
+        """Will ``update_curvature`` make a new Fisher, or is the old one still to be used?"""
+        return self.preconditioner.due
+
+    def update_curvature(self, out: Tensor | None = None, y: Tensor | None = None, *, inputs: Any = None) -> None:
+        """A new Fisher, if one is due: from ``inputs`` (a batch of its own), or from ``out``, outputs of the training pass.
+
+        y: the labels, for the empirical Fisher.
+        """
+        self.preconditioner.update_curvature(out, y, inputs)
+
+    # --- adaptive: Appendix A -----------------------------------------------------------------------------------------------
+
+    def _update(self, group: dict[str, Any]) -> None:
+        if self.adaptive is None:
+            super()._update(group)
+            return
+        if group is self.param_groups[0]:  # one α and one μ for all groups
+            self._coefficients = self._model_step(group)
+        assert self._coefficients is not None
+        alpha, mu = self._coefficients
+        for p in group["params"]:
+            if p.grad is not None:
+                previous = self._momentum(p)
+                previous.mul_(mu).sub_(p.grad, alpha=alpha)  # δ = μ δ₀ - α Δ
+                p.add_(previous)
+
+    def _model_step(self, group: dict[str, Any]) -> tuple[float, float]:
+        """(α, μ), and what the quadratic model expects of them: ``M(δ) = gᵀδ + ½ δᵀ(F + λI)δ`` for ``δ = -αΔ + μδ₀``."""
+        natural, settings = self.preconditioner, self.adaptive
+        operator = natural.operator
+        assert settings is not None
+        assert operator is not None
+        moved = [torch.zeros_like(p) if p.grad is None else -p.grad for p in natural.params]
+        plane = [torch.stack([d, self._momentum(p)]).to(operator.dtype) for d, p in zip(moved, natural.params, strict=True)]
+        damping = natural.precision().values
+        projected = [operator.project(part, plane).double() for part in operator.parts]
+        C = sum((t.mT @ t for t in projected), torch.zeros(2, 2, dtype=torch.float64, device=operator.device))
+        slope = torch.zeros(2, dtype=torch.float64, device=operator.device)
+        for u, g, weight in zip(plane, natural.raw, damping, strict=True):
+            flat = u.flatten(1).double()
+            C = C + weight * (flat @ flat.mT)
+            slope = slope + flat @ g.flatten().double()
+        if settings.momentum:
+            c, self._predicted = minimise(C, slope)
+            return float(c[0]), float(c[1])
+        alpha, mu = group["lr"], group["momentum"]
+        if settings.step:
+            alpha, mu = float(minimise(C[:1, :1], slope[:1])[0]), 0.0
+        c = torch.tensor([alpha, mu], dtype=torch.float64, device=C.device)
+        self._predicted = float(slope @ c + 0.5 * c @ C @ c)
+        return alpha, mu
+
+    @property
+    def adaptation_due(self) -> bool:
+        """Is it time for ``adapt_damping``, after this step?"""
+        return self.adaptive is not None and self.adaptive.damping and self.preconditioner.schedule.t % self.adaptive.period == 0
+
+    def adapt_damping(self, before: float, after: float) -> float:
+        """Change λ by the reduction ratio ρ of the step just taken, from the loss on its batch before and after it. Returns ρ.
+
+        Does nothing to λ unless ``adaptation_due``.
+        """
+        if self.adaptive is None:
+            raise ValueError("adapt_damping is for adaptive=True.")
+        ratio = reduction_ratio(before, after, self._predicted)
+        if self.adaptation_due:
+            for group in self.param_groups:
+                if group["kind"] == "neurons":
+                    group["damping"] = self.adaptive.adapted(group["damping"], ratio)
+        return ratio
