@@ -1,0 +1,141 @@
+"""KFAC's dampings on Fashion-MNIST (Fig. 3A), 1,800 steps: ``python benchmarks/kfac_damping.py NAME[:LR:DAMPING] ... [--seeds 3]``.
+
+MLP 784-1000-1000-1000-10 without biases, batch 100, the paper's preprocessing, T = 10 with data on every step, factors initialised
+from 11 batches. LR and DAMPING in the paper's scale, which at batch B is B times the library's. NAME is one of
+
+- ``heuristic``: Eq. (4), at the paper's (0.3, 1);
+- ``standard``: Eq. (3), solved exactly;
+- ``transposed``: Eq. (3) with the released code's rotations, at the paper's (0.1, 1): a counter-example, not in the library;
+- ``drop-scaled``, ``drop-rescaled``: without the second factor;
+- ``foof`` (30, 100) and ``sgd`` with momentum (0.01, no damping).
+
+Each run is added to ``benchmarks/kfac_damping.json``; ``--table`` prints that as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import mlp
+from torch import Tensor, nn
+
+import foof
+from foof.curvature import EigenFactor
+from foof.optim import kfac
+from foof.study.data import load
+
+STEPS, BATCH, T = 1800, 100, 10
+RESULTS = Path(__file__).with_suffix(".json")
+PUBLISHED = {"heuristic": (0.3, 1.0), "transposed": (0.1, 1.0), "standard": (0.03, 0.1), "foof": (30.0, 100.0), "sgd": (0.01, 0.0),
+             "drop-scaled": (0.3, 1.0), "drop-rescaled": (0.3, 1.0)}  # fmt: skip
+
+
+class Transposed(EigenFactor):
+    """The released code's rotation: ``U_Eᵀ [(U_E Eᵀ A U_A) / (s_E s_Aᵀ + λ)] U_Aᵀ``."""
+
+    def left(self, X: Tensor) -> Tensor:
+        return X @ self.U_E.mT
+
+    def finish(self, G: Tensor) -> Tensor:
+        assert self.U_A is not None
+        return self.U_E.mT @ (G / (self.s_E.unsqueeze(-1) * self.s_A.unsqueeze(-2) + self.damping)) @ self.U_A.mT
+
+
+kfac.FACTORS["transposed", "keep"] = Transposed
+
+
+def make(name: str, lr: float, damping: float, model: nn.Module, seed: int) -> torch.optim.Optimizer:
+    """The optimizer, from the paper's lr and λ."""
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    scaled: dict[str, Any] = {"lr": lr / BATCH, "damping": damping / BATCH, "T": T, "S": T}
+    if name == "foof":
+        return foof.FOOF(model, **scaled)
+    mode, second = ("heuristic", name) if name.startswith("drop") else (name, "keep")
+    return foof.KFAC(model, damping_mode=mode, second_factor=second, generator=seed, **scaled)
+
+
+def train(name: str, lr: float, damping: float, seed: int, images: Tensor, labels: Tensor) -> dict[str, Any]:
+    """One run: the mean loss of the steps 800-900 and 1,700-1,800, and the settings it belongs to."""
+    torch.manual_seed(seed)
+    model = mlp()
+    order = torch.Generator().manual_seed(seed + 1)
+    opt = make(name, lr, damping, model, seed)
+    if name != "sgd":
+        opt.initialise([images[torch.randint(len(images), (BATCH,), generator=order)] for _ in range(11)])
+    losses: list[float] = []
+    start = time.perf_counter()
+    while len(losses) < STEPS and (not losses or math.isfinite(losses[-1])):
+        for batch in torch.randperm(len(images), generator=order).split(BATCH):
+            opt.zero_grad()
+            out = model(images[batch])
+            if name != "sgd":
+                opt.update_curvature(out)
+            loss = nn.functional.cross_entropy(out, labels[batch])
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                break
+    end = statistics.mean(losses[1700:1800]) if len(losses) >= STEPS else float("inf")
+    middle = statistics.mean(losses[800:900]) if len(losses) >= 900 else float("inf")
+    return {"name": name, "lr": lr, "damping": damping, "seed": seed, "T": T, "loss_800_900": middle, "loss_1700_1800": end,
+            "seconds": round(time.perf_counter() - start, 1), "torch": torch.__version__, "foof": foof_version()}  # fmt: skip
+
+
+def foof_version() -> str:
+    import subprocess
+
+    here = Path(__file__).parent
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
+
+
+def record(run: dict[str, Any]) -> None:
+    runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    same = ("name", "lr", "damping", "seed", "T")
+    runs = [r for r in runs if any(r[k] != run[k] for k in same)] + [run]
+    runs.sort(key=lambda r: [r[k] for k in same])
+    RESULTS.write_text("[\n" + ",\n".join(json.dumps(r) for r in runs) + "\n]\n")
+
+
+def table() -> str:
+    """Markdown: every setting with its mean and spread over seeds."""
+    found: dict[tuple[str, float, float], list[float]] = {}
+    for run in json.loads(RESULTS.read_text()):
+        found.setdefault((run["name"], run["lr"], run["damping"]), []).append(run["loss_1700_1800"])
+    lines = ["| method | lr (paper's scale) | λ (paper's scale) | seeds | loss, steps 1,700-1,800 |", "|---|---|---|---|---|"]
+    for (name, lr, damping), ends in sorted(found.items()):
+        spread = f" ± {statistics.stdev(ends):.4f}" if len(ends) > 1 else ""
+        lines.append(f"| {name} | {lr:g} | {damping:g} | {len(ends)} | {statistics.mean(ends):.4f}{spread} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", metavar="NAME[:LR:DAMPING]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    if args.table:
+        print(table())
+        return
+    data = load("fashion-mnist")
+    images, labels = data.train_x.flatten(1), data.train_y
+    for text in args.runs or list(PUBLISHED):
+        name, *numbers = text.split(":")
+        lr, damping = map(float, numbers) if numbers else PUBLISHED[name]
+        for seed in args.seeds:
+            run = train(name, lr, damping, seed, images, labels)
+            record(run)
+            print(f"{name:<14} lr {lr:g} λ {damping:g} seed {seed}: {run['loss_1700_1800']:.4f} ({run['seconds']} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
