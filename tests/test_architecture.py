@@ -21,6 +21,7 @@ gradients
 gram
 recording
 distributed
+optim.block
 optim.preconditioner
 optim.base
 optim.foof

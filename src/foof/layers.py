@@ -24,6 +24,7 @@ class Layer:
     """
 
     diagonal = False  # is the second moment of the inputs diagonal (one-hot inputs)?
+    rows_first = True  # does the weight's first dimension run over the rows of its matrix?
     n: int
     m: int
     groups: int = 1
@@ -127,6 +128,8 @@ class Linear(Layer):
 class TransposedLinear(Linear):
     """A linear layer that stores its weight as ``(in, out)``, such as ``Conv1D`` of transformers' GPT-2."""
 
+    rows_first = False
+
     def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
         Layer.__init__(self, name, module, with_bias)
         inputs, self.n = self.weight.shape
@@ -156,6 +159,7 @@ class Conv(Layer):
     def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
         super().__init__(name, module, with_bias)
         self.groups = module.groups  # type: ignore[assignment]
+        self.rows_first = self.groups == 1
         self.n = self.weight.shape[0] // self.groups
         self.m = math.prod(self.weight.shape[1:]) + self.has_bias
         self.spatial = self.weight.dim() - 2
@@ -226,6 +230,7 @@ class Embedding(Layer):
     """
 
     diagonal = True
+    rows_first = False
 
     def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
         super().__init__(name, module, with_bias)

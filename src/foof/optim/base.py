@@ -41,7 +41,7 @@ class NeuronOptimizer(Optimizer):
         self.preconditioner = make_preconditioner(self._damping_of)
         try:
             covered = [p for block in self.preconditioner.blocks for layer in block.layers for p in layer.parameters]
-            remaining = [p for name, p in model.named_parameters() if name in self.preconditioner.rest]
+            remaining = [p for name, p in self.preconditioner.model.named_parameters() if name in self.preconditioner.rest]
             super().__init__(_covered_groups(covered, groups, defaults), {**defaults, "kind": "neurons"})
             self.maximize = maximize
             self._rest = rest_class(remaining, maximize=maximize, **rest_options) if remaining else None  # type: ignore[call-arg]

@@ -30,14 +30,15 @@ class FOOF(NeuronOptimizer):
         groups: parameter groups with their own lr, damping, relative, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``.
         exclude: names of modules to leave to the rest.
         maximize: ascend instead.
+        process_group: with whom to share statistics and inversions; None: everyone in the default group, False: nobody.
     """
 
     def __init__(self, model: nn.Module, lr: float = 0.3, damping: float | str = 1.0, *, relative: bool = False,
                  momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100, S: int | None = None,
                  rest: str | Mapping[str, Any] = "adamw", groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
-                 maximize: bool = False) -> None:  # fmt: skip
+                 maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         defaults = {"lr": lr, "damping": damping, "relative": relative, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
             model, defaults, groups, rest, maximize,
-            lambda damping_of: Preconditioner(model, damping_of, ema, T, S, exclude),
+            lambda damping_of: Preconditioner(model, damping_of, ema, T, S, exclude, process_group),
         )  # fmt: skip

@@ -8,70 +8,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from foof import distributed
 from foof.curvature import InputFactor
 from foof.layers import Embedding, Layer, covered_layers
+from foof.optim.block import (
+    Block,
+    Damping,
+    gather_inputs,
+    has_gradient,
+    inputs_of,
+    inversion_cost,
+    precondition_gradient,
+    unwrapped,
+    value_or_zeros,
+)
 from foof.statistics import Gathered, MovingAverage, Schedule
 from foof.tap import Tap, backward_pass_id, call_model, existing_tap, inputs_seen
 
-PAPER_BATCH = 100  # the batch for which Appendix K reads the damping as the precision of the initialisation
-
-
-@dataclass(frozen=True)
-class Damping:
-    """How strong λ is: a number, a fraction of the mean eigenvalue of Σ (``relative``), or ``"auto"``.
-
-    "auto" is Appendix K's Bayesian reading: the precision of the usual weight initialisation (fan_in / 2) for a batch of 100, in
-    the library's scale ``fan_in / 200``; nothing but the learning rate is left to tune.
-    """
-
-    value: float | str
-    relative: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.value, str) and self.value != "auto":
-            raise ValueError(f'damping must be a positive number or "auto", got {self.value!r}.')
-        if not isinstance(self.value, str) and not 0 < self.value < float("inf"):
-            raise ValueError(f"damping λ must be a positive, finite number, got {self.value}; Σ alone is singular for small batches.")
-        if self.value == "auto" and self.relative:
-            raise ValueError('damping="auto" is absolute: give relative=True a number.')
-
-    def strength(self, layer: Layer, Sigma: Tensor) -> float | Tensor:
-        """λ for this layer: a number, or one per group."""
-        if isinstance(self.value, str):
-            return layer.prior_precision / PAPER_BATCH
-        if not self.relative:
-            return float(self.value)
-        eigenvalues = Sigma if layer.diagonal else Sigma.diagonal(dim1=-2, dim2=-1)
-        tiny = torch.finfo(Sigma.dtype).tiny
-        return self.value * eigenvalues.mean(-1).clamp_min(tiny)
-
-
-@dataclass(eq=False)
-class Block:
-    """One weight matrix (with its bias): every layer that uses it, its statistics, its factor."""
-
-    layers: list[Layer]
-    moments: dict[str, MovingAverage]
-    gathered: dict[str, Gathered]
-    factor: Any = None
-    reached: bool = False  # has a gradient come through a tap since the last step?
-    rows: int = 0  # rows of the latest backward pass
-    made_of: tuple[Any, ...] = ()  # what the factor was made of
-    shares_weight: bool = False  # with a block of another orientation (tied embedding and head)
-
-    @property
-    def layer(self) -> Layer:
-        return self.layers[0]
-
-    @property
-    def name(self) -> str:
-        return " = ".join(layer.label for layer in self.layers)
+__all__ = ["Block", "Damping", "Preconditioner", "gather_inputs", "inputs_of"]
 
 
 class Preconditioner:
@@ -82,10 +41,11 @@ class Preconditioner:
     deferred = False  # are gradients left as they are in the backward pass and preconditioned all at once when the step is taken?
 
     def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], ema: float, T: int, S: int | None,
-                 exclude: Iterable[str] = ()) -> None:  # fmt: skip
+                 exclude: Iterable[str] = (), process_group: Any = None) -> None:  # fmt: skip
         if not 0 <= ema < 1:
             raise ValueError(f"ema is the decay m of the moving averages: it must be in [0, 1), got {ema}.")
         self.schedule = Schedule(T, min(T, 10) if S is None else S)
+        model = unwrapped(model)
         layers, self.rest = covered_layers(model, tuple(exclude))
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the model has no trainable parameters (an empty parameter list).")
@@ -97,7 +57,7 @@ class Preconditioner:
                 raise ValueError(
                     f"{layer.label}: the model already has an optimizer on its neurons; call its remove() before attaching another."
                 )
-        self.model, self.ema, self._damping = model, ema, damping
+        self.model, self.ema, self._damping, self.process_group = model, ema, damping, process_group
         self.blocks = self._group(layers)
         self._block_of = {id(layer): block for block in self.blocks for layer in block.layers}
         self.taps = [Tap(layer, self) for layer in layers]
@@ -138,14 +98,21 @@ class Preconditioner:
             return args[:1], {"closure": prepared_closure}
 
         def save(_: Any, state: dict[str, Any]) -> None:
+            # Also with the first parameter's own state, which is all that torch.distributed.checkpoint keeps; saved once all the same.
             state["neurons"] = self.state_dict()
+            first = state["param_groups"][0]["params"][0]
+            state["state"] = {**state["state"], first: {**state["state"].get(first, {}), "neurons": state["neurons"]}}
 
         def check(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-            if "neurons" not in state:
+            first = state["param_groups"][0]["params"][0]
+            own = dict(state["state"].get(first, {}))
+            neurons = state.get("neurons", own.pop("neurons", None))
+            if neurons is None:
                 raise ValueError("this state dict was not saved from an optimizer on neurons: it has no statistics ('neurons').")
-            self.check_state_dict(state["neurons"])
-            staged[:] = [state["neurons"]]
-            return {k: v for k, v in state.items() if k != "neurons"}
+            self.check_state_dict(neurons)
+            staged[:] = [neurons]
+            others = {k: v for k, v in state["state"].items() if k != first}
+            return {**state, "state": {first: own, **others} if own else others}
 
         self._handles += [
             optimizer.register_step_pre_hook(before),
@@ -169,7 +136,7 @@ class Preconditioner:
         block.reached, block.rows = True, layer.rows(e)
         self.observe(block, layer, x, e)
         if block.factor is None and block.shares_weight:
-            self._start(block)  # the sum of two differently preconditioned gradients cannot be told apart later
+            self.start([block])  # the sum of two differently preconditioned gradients cannot be told apart later
         if self.waits(block):
             return layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
         return block.factor.gradient(layer, x, e)  # type: ignore[no-any-return]
@@ -186,39 +153,42 @@ class Preconditioner:
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Outputs (and labels) that estimate the Fisher. FOOF has no use for them."""
 
-    def _start(self, block: Block) -> None:
-        if any(block.gathered.values()):
-            self._fold([block])
-        self._make_factor(block)
-
     # --- the step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def before_update(self) -> None:
         """Make ``.grad`` of every covered weight the neuron gradient, where it is not yet; complain of what never arrived."""
-        self._check_gradients()
-        waiting = [block for block in self.blocks if block.reached and self.waits(block)]
+        alone = distributed.group_of(self.process_group) is None
+        self._check_gradients(alone)
+        if not any(block.reached for block in self.blocks):
+            return
+        # Which weights have a gradient is the same on all ranks; which layers this rank's batch has reached need not be.
+        waiting = [block for block in self.blocks if self.waits(block) and (block.reached if alone else has_gradient(block))]
         self.start(waiting)
         for block in waiting:
-            layer = block.layer
-            assert layer.weight.grad is not None
-            matrix = block.factor.apply(layer.join(layer.weight.grad, layer.bias.grad if layer.bias is not None else None))
-            for p, gradient in zip(layer.parameters, layer.split(matrix), strict=False):
-                assert p.grad is not None and gradient is not None
-                p.grad.copy_(gradient)
+            if block.factor is not None:
+                precondition_gradient(block)
 
     def start(self, blocks: list[Block]) -> None:
         """Factors for those of these blocks that have none yet, from what has been gathered."""
         new = [block for block in blocks if block.factor is None]
-        if new:
-            self._fold(new)
-            self.synchronise()
-            for block in new:
-                self._make_factor(block)
+        if not new:
+            return
+        self._fold(new)
+        self.synchronise(new)
+        for block in new:
+            self._check_block(block)
+        self._make_factors([block for block in new if block.reached])
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Algorithm 1 after the update: invert if due, fold in this step's batch if due, and count the step."""
+        """Algorithm 1 after the update: invert if due, fold in this step's batch if due, and count the step.
+
+        A step without a backward pass through any layer (``torch.distributed.checkpoint`` takes one to have the optimizer make
+        its state) does not count.
+        """
+        if not any(block.reached for block in self.blocks):
+            return
         if self.schedule.inverts():
             self.refresh()
         self._fold(self.blocks)
@@ -239,12 +209,51 @@ class Preconditioner:
     def refresh(self) -> None:
         """Invert every block whose statistics or damping have changed."""
         self.synchronise()
-        for block in self.blocks:
-            if all(moment.value is not None for moment in block.moments.values()):
-                self._make_factor(block)
+        self._make_factors([block for block in self.blocks if all(moment.value is not None for moment in block.moments.values())])
 
-    def synchronise(self) -> None:
-        """Average the statistics over the workers of a process group."""
+    @torch.no_grad()
+    def synchronise(self, blocks: list[Block] | None = None) -> None:
+        """Average the statistics over the process group, ``Σ_r mass_r value_r / Σ_r mass_r``, by one all-reduce. Alone: nothing.
+
+        Every rank goes on with the same averages and an equal share of the mass, so their weighted mean stays what it was: this
+        may be called at any time, by all ranks. Without it, a checkpoint holds what its own rank has seen since the last refresh.
+        """
+        group, blocks = distributed.group_of(self.process_group), self.blocks if blocks is None else blocks
+        if group is None or not blocks:
+            return
+        keyed = [(block, key) for block in blocks for key in block.moments]
+        masses = [block.moments[key].mass for block, key in keyed]
+        counts = [float(count) for block in blocks for count in (block.reached, block.rows)]
+        values = [value_or_zeros(block, key) for block, key in keyed]
+        means, masses, counts = distributed.weighted_mean(values, masses, counts, group)
+        ranks = distributed.size(group)
+        for (block, key), mean, mass in zip(keyed, means, masses, strict=True):
+            block.moments[key].value, block.moments[key].mass = (mean if mass else None), mass / ranks
+        for block, reached, rows in zip(blocks, counts[::2], counts[1::2], strict=True):
+            block.reached, block.rows = reached > 0, round(rows / ranks)
+
+    def _make_factors(self, blocks: list[Block]) -> None:
+        """Factors from the averages as they are; in a process group each rank makes its share and all get the same bits."""
+        group = distributed.group_of(self.process_group)
+        if group is None or not blocks:
+            for block in blocks:
+                self._make_factor(block)
+            return
+        owners = distributed.share_out([inversion_cost(block) for block in blocks], distributed.size(group))
+        mine, failure = dict[int, Any](), None
+        try:
+            mine = {
+                job: self.factor(block, self._damping(block))
+                for job, block in enumerate(blocks)
+                if owners[job] == distributed.rank(group)
+            }
+        except Exception as error:  # the others must hear of it before it is raised
+            failure = error
+        device = blocks[0].layer.weight.device
+        made = distributed.exchange({job: factor.state_dict() for job, factor in mine.items()}, owners, failure, device, group)
+        for job, block in enumerate(blocks):
+            block.factor = mine[job] if job in mine else self.factor_from_state_dict(made[job], device)
+            block.made_of = ()
 
     def _make_factor(self, block: Block) -> None:
         damping = self._damping(block)
@@ -273,27 +282,32 @@ class Preconditioner:
                            "this batch is left out of the statistics.")
             block.gathered[key].clear()
 
-    def _check_gradients(self) -> None:
-        with_gradient = [block for block in self.blocks if block.layer.weight.grad is not None]
-        if not with_gradient:
+    def _check_gradients(self, alone: bool) -> None:
+        if not any(has_gradient(block) for block in self.blocks):
             raise RuntimeError(
                 "no gradient has reached any covered layer: call loss.backward() on a loss computed by this model before step()."
             )
         for block in self.blocks:
-            if block.reached:
-                if block.factor is None and any(block.moments[k].value is None and not seen for k, seen in block.gathered.items()):
-                    raise ValueError(self.explain_unseen(block))
-            elif block.layer.weight.grad is None:
+            if not has_gradient(block):
                 self._warn(f"{block.name}: the loss does not reach this layer; it is not updated.", once=True)
-            elif block.factor is None and bool(block.layer.weight.grad.any()):
-                raise RuntimeError(
-                    f"{block.name}: its gradient did not come through its forward() (the weight is used functionally?). "
-                    f"Pass exclude=[{block.layer.name!r}] to leave it to the rest."
-                )
+            elif alone:  # otherwise once all ranks know what the others have seen
+                self._check_block(block)
+
+    def _check_block(self, block: Block) -> None:
+        if block.factor is not None:
+            return
+        if block.reached:
+            if any(block.moments[k].value is None and not seen for k, seen in block.gathered.items()):
+                raise ValueError(self.explain_unseen(block))
+        elif bool(distributed.local(block.layer.weight.grad).any()):  # type: ignore[arg-type]
+            raise RuntimeError(
+                f"{block.name}: its gradient did not come through its forward() (the weight is used functionally?). "
+                f"Pass exclude=[{block.layer.name!r}] to leave it to the rest."
+            )
 
     def explain_unseen(self, block: Block) -> str:
         """Why a block that has a gradient has no statistics."""
-        return f"{block.name}: the first batch is empty; statistics need at least one datapoint."
+        return f"{block.name}: the first batch is empty, or not finite; statistics need at least one datapoint."
 
     def _warn(self, message: str, once: bool = False) -> None:
         if not (once and message in self._warned):
@@ -319,9 +333,10 @@ class Preconditioner:
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
-        if not seen_any:
-            raise ValueError("initialise needs at least one batch of inputs, got none.")
+        self.synchronise()
         missing = [block.name for block in self.blocks if any(moment.value is None for moment in block.moments.values())]
+        if not seen_any and len(missing) == len(self.blocks):
+            raise ValueError("initialise needs at least one batch of inputs, got none.")
         if missing:
             self._warn(f"initialise saw nothing of {', '.join(missing)}: these start from the first training batch.")
         self.refresh()
@@ -380,20 +395,5 @@ class Preconditioner:
         return InputFactor.from_state_dict(state, device)
 
 
-def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> None:
-    """Add a layer's inputs of one call to what the step has seen of ``Σ = 1/N Σ_i Σ_r a_ir a_irᵀ``."""
-    x = x.detach()
-    if isinstance(layer, Embedding):
-        gathered.add_moment(layer.counts(x), len(x) if x.dim() else 1, pass_id)
-        return
-    a = layer.input_rows(x)
-    gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
-
-
 def _accelerator(device: torch.device) -> str:
     return "cuda" if device.type == "cpu" else device.type  # fork_rng always keeps the CPU's state
-
-
-def inputs_of(batch: Any) -> Any:
-    """The inputs of a batch that is either inputs or a pair (inputs, labels)."""
-    return batch[0] if isinstance(batch, (tuple, list)) else batch

@@ -1,0 +1,128 @@
+"""One weight matrix and what is known of it: the pieces a preconditioner works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foof import distributed
+from foof.curvature import InputFactor
+from foof.layers import Embedding, Layer
+from foof.statistics import Gathered, MovingAverage, wide
+
+PAPER_BATCH = 100  # the batch for which Appendix K reads the damping as the precision of the initialisation
+
+
+@dataclass(frozen=True)
+class Damping:
+    """How strong λ is: a number, a fraction of the mean eigenvalue of Σ (``relative``), or ``"auto"``.
+
+    "auto" is Appendix K's Bayesian reading: the precision of the usual weight initialisation (fan_in / 2) for a batch of 100, in
+    the library's scale ``fan_in / 200``; nothing but the learning rate is left to tune.
+    """
+
+    value: float | str
+    relative: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, str) and self.value != "auto":
+            raise ValueError(f'damping must be a positive number or "auto", got {self.value!r}.')
+        if not isinstance(self.value, str) and not 0 < self.value < float("inf"):
+            raise ValueError(f"damping λ must be a positive, finite number, got {self.value}; Σ alone is singular for small batches.")
+        if self.value == "auto" and self.relative:
+            raise ValueError('damping="auto" is absolute: give relative=True a number.')
+
+    def strength(self, layer: Layer, Sigma: Tensor) -> float | Tensor:
+        """λ for this layer: a number, or one per group."""
+        if isinstance(self.value, str):
+            return layer.prior_precision / PAPER_BATCH
+        if not self.relative:
+            return float(self.value)
+        eigenvalues = Sigma if layer.diagonal else Sigma.diagonal(dim1=-2, dim2=-1)
+        tiny = torch.finfo(Sigma.dtype).tiny
+        return self.value * eigenvalues.mean(-1).clamp_min(tiny)
+
+
+@dataclass(eq=False)
+class Block:
+    """One weight matrix (with its bias): every layer that uses it, its statistics, its factor."""
+
+    layers: list[Layer]
+    moments: dict[str, MovingAverage]
+    gathered: dict[str, Gathered]
+    factor: Any = None
+    reached: bool = False  # has a gradient come through a tap since the last step?
+    rows: int = 0  # rows of the latest backward pass
+    made_of: tuple[Any, ...] = ()  # what the factor was made of
+    shares_weight: bool = False  # with a block of another orientation (tied embedding and head)
+
+    @property
+    def layer(self) -> Layer:
+        return self.layers[0]
+
+    @property
+    def name(self) -> str:
+        return " = ".join(layer.label for layer in self.layers)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel or torch.compile, whose names are those without the wrapper."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def has_gradient(block: Block) -> bool:
+    return block.layer.weight.grad is not None
+
+
+def value_or_zeros(block: Block, key: str) -> Tensor:
+    """The moving average of one moment, as zeros of its shape before the first update."""
+    value, layer = block.moments[key].value, block.layer
+    if value is not None:
+        return value
+    size = layer.m if key == "Sigma" else layer.n
+    shape = (size,) if layer.diagonal and key == "Sigma" else (layer.groups, size, size) if layer.groups > 1 else (size, size)
+    return torch.zeros(shape, dtype=wide(layer.weight.dtype), device=layer.weight.device)
+
+
+def inversion_cost(block: Block) -> float:
+    """What inverting a block costs, up to a constant: m³ for each factor of each group."""
+    layer = block.layer
+    return sum((layer.m if layer.diagonal else layer.groups * layer.m**3) if key == "Sigma" else layer.groups * layer.n**3
+               for key in block.moments)  # fmt: skip
+
+
+def precondition_gradient(block: Block) -> None:
+    """``.grad ← factor(.grad)``. Where the rows of a weight are sharded and each has its own neuron gradient, shard by shard."""
+    layer, gradients = block.layer, [p.grad for p in block.layer.parameters if p.grad is not None]
+    by_rows = isinstance(block.factor, InputFactor) and layer.rows_first and all(map(distributed.sharded_by_rows, gradients))
+    if by_rows:
+        rows = [distributed.local(g).flatten(1) if g.dim() > 1 else distributed.local(g).unsqueeze(1) for g in gradients]
+        pieces = block.factor.apply(torch.cat(rows, 1)).split([r.shape[1] for r in rows], dim=1)
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            own = distributed.local(gradient)
+            own.copy_(piece.reshape(own.shape))
+        return
+    matrix = block.factor.apply(layer.join(*[distributed.full(g) for g in gradients], *[None] * (2 - len(gradients))))
+    for gradient, whole in zip(gradients, layer.split(matrix), strict=False):
+        assert whole is not None
+        distributed.write(gradient, whole)
+
+
+def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> None:
+    """Add a layer's inputs of one call to what the step has seen of ``Σ = 1/N Σ_i Σ_r a_ir a_irᵀ``."""
+    x = x.detach()
+    if isinstance(layer, Embedding):
+        gathered.add_moment(layer.counts(x), len(x) if x.dim() else 1, pass_id)
+        return
+    a = layer.input_rows(x)
+    gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
+
+
+def inputs_of(batch: Any) -> Any:
+    """The inputs of a batch that is either inputs or a pair (inputs, labels)."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
