@@ -125,7 +125,7 @@ class MovingAverage:
 
     def load_state_dict(self, state: dict[str, Tensor | float | int | None], device: torch.device) -> None:
         value = state["value"]
-        self.value = value.to(device, copy=True) if isinstance(value, Tensor) else None
+        self.value = value.to(device, copy=True) if isinstance(value, Tensor) and state["mass"] else None
         self.mass, self.updates = float(state["mass"]), int(state["updates"])  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class Damping:
         if isinstance(self.value, str) and self.value != "auto":
             raise ValueError(f'damping must be a positive number or "auto", got {self.value!r}.')
         if not isinstance(self.value, str) and not 0 < self.value < float("inf"):
-            raise ValueError(f"damping λ must be a positive, finite number, got {self.value}; Σ alone is singular for small batches.")
+            raise ValueError(f"damping λ must be a positive, finite number, got {self.value}; Σ alone may be singular.")
         if self.value == "auto" and self.relative:
             raise ValueError('damping="auto" is absolute: give relative=True a number.')
 
@@ -89,6 +90,15 @@ def value_or_zeros(block: Block, key: str) -> Tensor:
     return torch.zeros(shape, dtype=wide(layer.weight.dtype), device=layer.weight.device)
 
 
+def without_statistics(block: Block) -> Block:
+    """The same block with identities for moments: its factor has the layout of any later one."""
+    blank = {key: MovingAverage() for key in block.moments}
+    for key, moment in blank.items():
+        zeros = value_or_zeros(Block(block.layers, {key: moment}, {}), key)
+        moment.value = zeros + (1 if zeros.dim() == 1 else torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device))
+    return Block(block.layers, blank, {})
+
+
 def inversion_cost(block: Block) -> float:
     """What inverting a block costs, up to a constant: m³ for each factor of each group."""
     layer = block.layer
@@ -123,6 +133,33 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> 
     gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
 
 
+def with_neurons(state: Mapping[str, Any], neurons: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict with the preconditioner's: by itself, and with the first parameter's state.
+
+    Per-parameter state is all that ``torch.distributed.checkpoint`` keeps. A file holds both as one.
+    """
+    first = state["param_groups"][0]["params"][0]
+    own = {**state["state"].get(first, {}), "neurons": neurons}
+    return {**state, "neurons": neurons, "state": {**state["state"], first: own}}
+
+
+def without_neurons(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inverse of ``with_neurons``: the optimizer's own state dict, and the preconditioner's."""
+    first = state["param_groups"][0]["params"][0]
+    own = dict(state["state"].get(first, {}))
+    inside = own.pop("neurons", None)
+    neurons = state.get("neurons", inside)
+    if neurons is None:
+        raise ValueError("this state dict was not saved from an optimizer on neurons: it has no statistics ('neurons').")
+    others = {k: v for k, v in state["state"].items() if k != first}
+    plain = {k: v for k, v in state.items() if k != "neurons"}
+    return {**plain, "state": {first: own, **others} if own else others}, neurons
+
+
 def inputs_of(batch: Any) -> Any:
     """The inputs of a batch that is either inputs or a pair (inputs, labels)."""
     return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def accelerator(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # fork_rng always keeps the CPU's state

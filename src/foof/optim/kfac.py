@@ -70,8 +70,8 @@ class KroneckerPreconditioner(Preconditioner):
 
     def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], ema: float, T: int, S: int | None,
                  exclude: Iterable[str], kind: type[AnyFactor], estimate: FisherEstimate, deferred: bool,
-                 generator: torch.Generator | int | None) -> None:  # fmt: skip
-        super().__init__(model, damping, ema, T, S, exclude)
+                 generator: torch.Generator | int | None, process_group: Any = None) -> None:  # fmt: skip
+        super().__init__(model, damping, ema, T, S, exclude, process_group)
         self.kind, self.estimate = kind, estimate
         self.deferred = deferred or not kind.linear
         self.generator = make_generator(generator, self.blocks[0].layer.weight.device)
@@ -155,9 +155,9 @@ class KroneckerPreconditioner(Preconditioner):
     def after_update(self) -> None:
         if self.schedule.gathers() and not self._estimated:
             self._warn(
-                f"step {self.schedule.t}: the factors were due for data, but update_curvature(out) was not called before backward(); "
-                "they stay as they are.", once=True,
-            )  # fmt: skip
+                "KFAC's factors are due for data, but update_curvature(out) was not called before backward(): they stay as they are.",
+                once=True,
+            )
         self._estimated = False
         super().after_update()
 
@@ -256,7 +256,8 @@ class KFAC(NeuronOptimizer):
     and sums both over locations: take (lr, λ) as they are, with ``rows="sum"``.
 
     Args:
-        model, lr, momentum, weight_decay, ema, T, S, rest, groups, exclude, maximize: as in ``FOOF``; ema = 0 is subsampled KFAC.
+        model, lr, momentum, weight_decay, ema, T, S, rest, groups, exclude, maximize, process_group: as in ``FOOF``;
+            ema = 0 is subsampled KFAC.
         damping: λ > 0, added to the approximate Fisher.
         damping_mode: ``"heuristic"``: each factor is damped by itself, λ_A λ_E = λ and λ_A/λ_E = n Tr(Σ) / (m Tr(Σ_E)) (Eq. 4).
             ``"standard"``: ``(Σ ⊗ Σ_E + λI)⁻¹`` exactly (Eq. 3).
@@ -278,7 +279,8 @@ class KFAC(NeuronOptimizer):
                  rows: str = "mean", second_factor: str = "keep", deferred: bool = False,
                  generator: torch.Generator | int | None = None, momentum: float = 0.0, weight_decay: float = 0.0,
                  ema: float = 0.95, T: int = 100, S: int | None = None, rest: str | Mapping[str, Any] = "adamw",
-                 groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False) -> None:  # fmt: skip
+                 groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
+                 process_group: Any = None) -> None:  # fmt: skip
         kind, estimate = factor_named(damping_mode, second_factor), fisher_estimate(fisher, samples, likelihood, datapoints, rows)
         for options in ({"damping": damping}, *groups):
             absolute(Damping(options.get("damping", damping), options.get("relative", False)))
@@ -286,7 +288,7 @@ class KFAC(NeuronOptimizer):
         super().__init__(
             model, defaults, groups, rest, maximize,
             lambda damping_of: KroneckerPreconditioner(
-                model, damping_of, ema, T, S, exclude, kind, estimate, deferred, generator
+                model, damping_of, ema, T, S, exclude, kind, estimate, deferred, generator, process_group
             ),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "foof", damping: float | str = 1.0, relative: bool = False,
                  ema: float = 0.95, T: int = 100, S: int | None = None, exclude: Iterable[str] = (),
-                 **kfac: Any) -> AnyOptimizer:  # fmt: skip
+                 process_group: Any = None, **kfac: Any) -> AnyOptimizer:  # fmt: skip
     """Let ``optimizer`` see neuron gradients ``Eᵀ A (Σ + λI)⁻¹`` in place of the gradients of ``model``'s covered layers.
 
     Returns the same optimizer, with ``optimizer.preconditioner`` added: ``optimizer.preconditioner.initialise(batches)`` gathers
@@ -32,7 +32,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
         raise ValueError(f'method must be "foof" or "kfac", got {method!r}.')
     if hasattr(optimizer, "preconditioner"):
         raise ValueError("this optimizer is on neurons already; call optimizer.preconditioner.remove() and make a new one.")
-    attached = METHODS[method](model, Damping(damping, relative), ema, T, S, exclude, **kfac)
+    attached = METHODS[method](model, Damping(damping, relative), ema, T, S, exclude, process_group, **kfac)
     attached.attach(optimizer)
     optimizer.preconditioner = attached  # type: ignore[attr-defined]
     optimizer.update_curvature = attached.update_curvature  # type: ignore[attr-defined]
@@ -40,20 +40,22 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
 
 
 def _foof(model: nn.Module, damping: Damping, ema: float, T: int, S: int | None, exclude: Iterable[str],
-          **unknown: Any) -> Preconditioner:  # fmt: skip
+          process_group: Any, **unknown: Any) -> Preconditioner:  # fmt: skip
     if unknown:
         raise TypeError(f"FOOF has no options {', '.join(sorted(unknown))}.")
-    return Preconditioner(model, lambda _: damping, ema, T, S, exclude)
+    return Preconditioner(model, lambda _: damping, ema, T, S, exclude, process_group)
 
 
-def _kfac(model: nn.Module, damping: Damping, ema: float, T: int, S: int | None, exclude: Iterable[str], *,
+def _kfac(model: nn.Module, damping: Damping, ema: float, T: int, S: int | None, exclude: Iterable[str],
+          process_group: Any, *,
           damping_mode: str = "heuristic", fisher: str = "mc", samples: int = 1, likelihood: Any = "categorical",
           datapoints: int | None = None, rows: str = "mean", second_factor: str = "keep", deferred: bool = False,
           generator: Any = None) -> Preconditioner:  # fmt: skip
     absolute(damping)
     estimate = fisher_estimate(fisher, samples, likelihood, datapoints, rows)
     kind = factor_named(damping_mode, second_factor)
-    return KroneckerPreconditioner(model, lambda _: damping, ema, T, S, exclude, kind, estimate, deferred, generator)
+    options = kind, estimate, deferred, generator, process_group
+    return KroneckerPreconditioner(model, lambda _: damping, ema, T, S, exclude, *options)
 
 
 METHODS: dict[str, Callable[..., Preconditioner]] = {"foof": _foof, "kfac": _kfac}

@@ -19,6 +19,7 @@ from foof.layers import Embedding, Layer, covered_layers
 from foof.optim.block import (
     Block,
     Damping,
+    accelerator,
     gather_inputs,
     has_gradient,
     inputs_of,
@@ -26,6 +27,9 @@ from foof.optim.block import (
     precondition_gradient,
     unwrapped,
     value_or_zeros,
+    with_neurons,
+    without_neurons,
+    without_statistics,
 )
 from foof.statistics import Gathered, MovingAverage, Schedule
 from foof.tap import Tap, backward_pass_id, call_model, existing_tap, inputs_seen
@@ -55,7 +59,7 @@ class Preconditioner:
         for layer in layers:
             if existing_tap(layer.module) is not None:
                 raise ValueError(
-                    f"{layer.label}: the model already has an optimizer on its neurons; call its remove() before attaching another."
+                    f"{layer.label}: the model already has an optimizer on its neurons; call its remove() before making another."
                 )
         self.model, self.ema, self._damping, self.process_group = model, ema, damping, process_group
         self.blocks = self._group(layers)
@@ -98,21 +102,13 @@ class Preconditioner:
             return args[:1], {"closure": prepared_closure}
 
         def save(_: Any, state: dict[str, Any]) -> None:
-            # Also with the first parameter's own state, which is all that torch.distributed.checkpoint keeps; saved once all the same.
-            state["neurons"] = self.state_dict()
-            first = state["param_groups"][0]["params"][0]
-            state["state"] = {**state["state"], first: {**state["state"].get(first, {}), "neurons": state["neurons"]}}
+            state.update(with_neurons(state, self.state_dict()))
 
         def check(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-            first = state["param_groups"][0]["params"][0]
-            own = dict(state["state"].get(first, {}))
-            neurons = state.get("neurons", own.pop("neurons", None))
-            if neurons is None:
-                raise ValueError("this state dict was not saved from an optimizer on neurons: it has no statistics ('neurons').")
+            plain, neurons = without_neurons(state)
             self.check_state_dict(neurons)
             staged[:] = [neurons]
-            others = {k: v for k, v in state["state"].items() if k != first}
-            return {**state, "state": {first: own, **others} if own else others}
+            return plain
 
         self._handles += [
             optimizer.register_step_pre_hook(before),
@@ -139,7 +135,7 @@ class Preconditioner:
             self.start([block])  # the sum of two differently preconditioned gradients cannot be told apart later
         if self.waits(block):
             return layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
-        return block.factor.gradient(layer, x, e)  # type: ignore[no-any-return]
+        return block.factor.gradient(layer, x, e)
 
     def observe(self, block: Block, layer: Layer, x: Tensor, e: Tensor) -> None:
         """Gather what the statistics need from a training backward pass."""
@@ -317,7 +313,7 @@ class Preconditioner:
     # --- initialisation before training -----------------------------------------------------------------------------------
 
     def initialise(self, batches: Iterable[Any]) -> None:
-        """Statistics from some batches before training (Appendix K: 50), then one inversion. Parameters and buffers stay as they are.
+        """Statistics from some batches before training (Appendix K: 50), then one inversion; the model stays as it is.
 
         A batch is the model's input (a tensor, a tuple of arguments' first entry, or a mapping of keyword arguments), or a pair
         (inputs, labels).
@@ -325,7 +321,7 @@ class Preconditioner:
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         seen_any = False
         device = self.blocks[0].layer.weight.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_accelerator(device)):
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator(device)):
             for number, batch in enumerate(batches):
                 seen_any = True
                 self.observe_batch(batch, -1 - number)
@@ -353,7 +349,7 @@ class Preconditioner:
     # --- checkpoints --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on bit for bit: plain containers and tensors only."""
+        """Everything needed to go on bit for bit: plain containers and tensors only, of the same layout before the first step."""
         return {
             "method": self.method,
             "t": self.schedule.t,
@@ -361,13 +357,20 @@ class Preconditioner:
             "blocks": {
                 block.layer.name: {
                     "shape": [block.layer.groups, block.layer.n, block.layer.m],
-                    "moments": {key: moment.state_dict() for key, moment in block.moments.items()},
-                    "factor": None if block.factor is None else block.factor.state_dict(),
+                    "moments": {
+                        key: moment.state_dict() | {"value": value_or_zeros(block, key).clone()}
+                        for key, moment in block.moments.items()
+                    },
+                    "factor": self._factor_or_blank(block).state_dict() if block.moments else None,
+                    "has_factor": block.factor is not None,
                     "rows": block.rows,
                 }
                 for block in self.blocks
             },
         }
+
+    def _factor_or_blank(self, block: Block) -> Any:
+        return block.factor if block.factor is not None else self.factor(without_statistics(block), self._damping(block))
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise if this state is of another method or architecture, before anything is changed."""
@@ -387,13 +390,9 @@ class Preconditioner:
             saved, device = state["blocks"][block.layer.name], block.layer.weight.device
             for key, moment in block.moments.items():
                 moment.load_state_dict(saved["moments"][key], device)
-            block.factor = None if saved["factor"] is None else self.factor_from_state_dict(saved["factor"], device)
+            block.factor = self.factor_from_state_dict(saved["factor"], device) if saved["has_factor"] else None
             block.rows, block.made_of = int(saved["rows"]), ()
         self.clear()
 
     def factor_from_state_dict(self, state: dict[str, Any], device: torch.device) -> Any:
         return InputFactor.from_state_dict(state, device)
-
-
-def _accelerator(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # fork_rng always keeps the CPU's state
