@@ -25,10 +25,12 @@ optim.block
 optim.preconditioner
 optim.base
 optim.foof
+optim.adaptive
 optim.kfac
 optim.natural
 optim.precondition
 optim
+measures
 explain
 fisher
 laplace ewc implicit

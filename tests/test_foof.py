@@ -21,6 +21,18 @@ OPTIMIZERS = {
     "muon": lambda model: foof.precondition(
         torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1), model, damping=0.1, T=3
     ),
+    "kfac": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, momentum=0.9, weight_decay=0.01, T=4, S=2),
+    "kfac-cholesky": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=1),
+    "kfac-standard": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, damping_mode="standard", T=3, S=1),
+    "kfac-full": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="full", T=3),
+    "kfac-empirical": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="empirical", T=3),
+    "kfac-subsampled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, ema=0.0, samples=2, datapoints=4, T=2),
+    "kfac-deferred": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, deferred=True),
+    "kfac-drop-scaled": lambda model: foof.KFAC(model, lr=0.2, damping=0.1, T=3, second_factor="drop-scaled"),
+    "kfac-drop-rescaled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, second_factor="drop-rescaled"),
+    "kfac-adamw": lambda model: foof.precondition(
+        torch.optim.AdamW(model.parameters(), lr=0.03), model, method="kfac", damping=0.1, T=3
+    ),
 }
 
 
@@ -33,7 +45,9 @@ def train(model, opt, steps, start=0):
     for t in range(start, start + steps):
         x, y = batch(t)
         opt.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        out = model(x)
+        opt.update_curvature(out, y)
+        nn.functional.cross_entropy(out, y).backward()
         opt.step()
 
 
@@ -87,7 +101,9 @@ def test_training_lowers_the_loss(name):
     before = loss().item()
     for _ in range(30):
         opt.zero_grad()
-        loss().backward()
+        out = model(x)
+        opt.update_curvature(out, y)
+        nn.functional.cross_entropy(out, y).backward()
         opt.step()
     assert loss().item() < 0.5 * before
 

@@ -1,0 +1,382 @@
+"""KFAC as an optimizer: when the Fisher is estimated, from what, the ablations, the measures, bad input."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from cases import cnn, mlp
+from oracle import kfac_heuristic, relative_error
+from torch import nn
+
+import foof
+from foof import measures
+
+
+def batch(number, size=6):
+    g = torch.Generator().manual_seed(number)
+    return torch.randn(size, 4, generator=g), torch.randint(0, 3, (size,), generator=g)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return mlp(4, 7, 5, 3)
+
+
+def step(model, opt, x, y):
+    opt.zero_grad()
+    out = model(x)
+    opt.update_curvature(out, y)
+    nn.functional.cross_entropy(out, y).backward()
+    opt.step()
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(model, opt, steps, start=0):
+    for t in range(start, start + steps):
+        step(model, opt, *batch(t))
+
+
+def averages(opt):
+    return [moment.value.clone() for block in opt.preconditioner.blocks for moment in block.moments.values()]
+
+
+# --- when and from what the Fisher is estimated ---------------------------------------------------------------------------------
+
+
+def passes(opt, monkeypatch):
+    """Counts the Fisher's backward passes."""
+    seen = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kw: seen.append(1) or grad(*args, **kw))
+    return seen
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 1), ({"samples": 4}, 4), ({"fisher": "full"}, 3), ({"fisher": "empirical"}, 1)])
+def test_one_backward_pass_per_output_error_and_only_when_due(options, expected, monkeypatch):
+    model = net()
+    opt = foof.KFAC(model, T=4, S=1, **options)
+    opt.initialise([batch(9)])
+    seen = passes(opt, monkeypatch)
+    counts = []
+    for t in range(9):
+        seen.clear()
+        step(model, opt, *batch(t))
+        counts.append(len(seen))
+    assert counts == [0, 0, 0, expected, 0, 0, 0, expected, 0]
+
+
+def test_the_fisher_pass_computes_no_weight_gradient_and_leaves_gradients_alone(monkeypatch):
+    model = cnn()
+    opt = foof.KFAC(model)
+    out = model(torch.randn(3, 2, 8, 8))
+    from foof.layers import Conv, Layer
+
+    for kind in (Layer, Conv):
+        monkeypatch.setattr(kind, "weight_gradient", lambda *_: pytest.fail("a weight gradient in the Fisher's pass"))
+    opt.update_curvature(out)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_subsampled_kfac_uses_this_batch_only():
+    """ema = 0: the factors of a step are those of the batch before it alone (T = 1)."""
+    model = net()
+    opt = foof.KFAC(model, lr=0.0, ema=0.0, T=1, fisher="full")
+    train(model, opt, 3)
+    fresh = foof.KFAC(copy.deepcopy(model), ema=0.0, T=1, fisher="full")
+    fresh.initialise([batch(2)])
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(averages(opt), averages(fresh), strict=True))
+
+
+def test_datapoints_limits_what_feeds_the_factors():
+    model, (x, y) = net(), batch(0, 10)
+    some = foof.KFAC(model, fisher="full", datapoints=4)
+    some.initialise([x])
+    found = averages(some)
+    some.remove()
+    few = foof.KFAC(model, fisher="full")
+    few.initialise([x[:4]])
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(found, averages(few), strict=True))
+
+
+def test_gradient_accumulation_equals_the_joined_batch():
+    (x, y), models = batch(0, 8), [net(), net()]
+    for model, pieces in zip(models, (1, 4), strict=True):
+        opt = foof.KFAC(model, lr=0.1, damping=0.1, fisher="full")
+        for xs, ys in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+            out = model(xs)
+            opt.update_curvature(out)
+            (nn.functional.cross_entropy(out, ys) / pieces).backward()
+        opt.step()
+    assert relative_error(flat(models[1]), flat(models[0])) < 1e-5
+
+
+def test_summed_rows_are_r_times_averaged_ones():
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 8, 8)
+    found = []
+    for rows in ("mean", "sum"):
+        torch.manual_seed(0)
+        opt = foof.KFAC(cnn(), fisher="full", rows=rows)
+        opt.initialise([x])
+        found.append([block.moments["Sigma_E"].value for block in opt.preconditioner.blocks])
+    for mean, total, R in zip(*found, (64, 9, 1), strict=True):
+        assert relative_error(total, R * mean) < 1e-6
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+def test_zero_grad_may_stand_anywhere_before_backward(zero_first):
+    model, (x, y) = net(), batch(0)
+    opt = foof.KFAC(model)
+    if zero_first:
+        opt.zero_grad()
+    out = model(x)
+    opt.update_curvature(out)
+    if not zero_first:
+        opt.zero_grad()
+    nn.functional.cross_entropy(out, y).backward()
+    opt.step()
+    assert all(block.moments["Sigma_E"].updates == 1 for block in opt.preconditioner.blocks)
+
+
+def test_a_skipped_step_leaves_no_trace():
+    model, (x, y) = net(), batch(0)
+    opt = foof.KFAC(model, T=1, fisher="full")
+    train(model, opt, 2)
+    before = averages(opt)
+    out = model(x * 100)
+    opt.update_curvature(out)
+    nn.functional.cross_entropy(out, y).backward()
+    opt.zero_grad()  # thrown away
+    assert all(torch.equal(a, b) for a, b in zip(before, averages(opt), strict=True))
+    assert not any(any(block.gathered.values()) for block in opt.preconditioner.blocks)
+
+
+def test_missing_update_curvature_is_an_error_at_first_and_a_warning_later():
+    model, (x, y) = net(), batch(0)
+    opt = foof.KFAC(model, T=1)
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match=r"update_curvature\(out\)"):
+        opt.step()
+    step(model, opt, x, y)
+    before = averages(opt)
+    opt.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.warns(UserWarning, match="update_curvature"):
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, averages(opt), strict=True))
+    with warnings.catch_warnings():  # and only once
+        warnings.simplefilter("error")
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+def test_sampled_labels_have_a_generator_of_their_own():
+    """Neither drawing labels nor making the optimizer touches torch's own generator; the same seed gives the same run."""
+    runs = []
+    for seed in (1, 1, 2):
+        model = net()
+        state = torch.get_rng_state()
+        opt = foof.KFAC(model, T=1, generator=seed)
+        train(model, opt, 3)
+        assert torch.equal(torch.get_rng_state(), state)
+        runs.append(flat(model))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_initialise_keeps_parameters_buffers_and_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    opt = foof.KFAC(model, fisher="empirical")
+    opt.initialise([batch(k) for k in range(3)])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(block.moments["Sigma_E"].updates == 3 for block in opt.preconditioner.blocks)
+
+
+def test_tied_embedding_and_head():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x):
+            return self.head(self.embedding(x).tanh())
+
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randint(0, 6, (5, 3))
+    opt = foof.KFAC(model, lr=0.1, damping=0.1)
+    for _ in range(3):
+        opt.zero_grad()
+        out = model(x)
+        opt.update_curvature(out)
+        nn.functional.cross_entropy(out.flatten(0, 1), x.flatten()).backward()
+        opt.step()
+    assert torch.isfinite(model.head.weight).all()
+
+
+# --- ablations ------------------------------------------------------------------------------------------------------------------
+
+
+def raw_gradient(model, x, y):
+    twin = copy.deepcopy(model)  # copies carry no taps
+    nn.functional.cross_entropy(twin(x), y).backward()
+    return {n: torch.cat([m.weight.grad, m.bias.grad[:, None]], 1) for n, m in twin.named_modules() if isinstance(m, nn.Linear)}
+
+
+@pytest.mark.parametrize("second_factor", ["drop-scaled", "drop-rescaled"])
+def test_foof_with_kfacs_lambda(second_factor):
+    """Appendix D.9, step by step: ``G (Σ + λ_A I)⁻¹``, times λ_A/λ, or with the norm of the layer's KFAC update."""
+    model, (x, y) = net().double(), batch(0, 9)
+    x = x.double()
+    opt = foof.KFAC(model, lr=1.0, damping=0.3, second_factor=second_factor, fisher="full")
+    opt.initialise([x])
+    raw, before = raw_gradient(model, x, y), copy.deepcopy(model)
+    step(model, opt, x, y)
+    for block in opt.preconditioner.blocks:
+        name, m = block.layer.name, block.layer.m
+        Sigma, Sigma_E = block.moments["Sigma"].value, block.moments["Sigma_E"].value
+        kfac, lambda_A, lambda_E = kfac_heuristic(raw[name], Sigma, Sigma_E, 0.3)
+        assert abs(lambda_A * lambda_E - 0.3) < 1e-12
+        expected = raw[name] @ torch.linalg.inv(Sigma + lambda_A * torch.eye(m).double())
+        expected *= lambda_A / 0.3 if second_factor == "drop-scaled" else kfac.norm() / expected.norm()
+        old, new = dict(before.named_modules())[name], block.layer.module
+        ours = torch.cat([old.weight - new.weight, (old.bias - new.bias)[:, None]], 1)
+        assert relative_error(ours.detach(), expected) < 1e-10
+
+
+@pytest.mark.parametrize("mode", ["heuristic", "standard"])
+def test_asking_what_the_update_would_have_been_disturbs_nothing(mode):
+    """A run that asks at every step ends where one does that never asks, and where one does that defers nothing."""
+    ends, asked = [], []
+    for deferred, asks in ((False, False), (True, False), (True, True)):
+        model = net()
+        opt = foof.KFAC(model, lr=0.1, damping=0.1, damping_mode=mode, T=2, deferred=deferred, generator=0)
+        for t in range(6):
+            x, y = batch(t)
+            opt.zero_grad()
+            out = model(x)
+            opt.update_curvature(out)
+            nn.functional.cross_entropy(out, y).backward()
+            if asks:
+                asked.append({k: opt.updates(k) for k in ("keep", "drop-scaled", "drop-rescaled")} | {"foof": opt.updates(foof_damping=0.5)})
+                before = {n: m.weight.clone() for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+            opt.step()
+            if asks:  # what "keep" announced is what happened
+                for n, weight in before.items():
+                    assert relative_error(weight - model.get_submodule(n).weight, 0.1 * asked[-1]["keep"][n][:, :-1]) < 1e-4
+        ends.append(flat(model))
+    assert torch.equal(ends[1], ends[2])
+    assert relative_error(ends[1], ends[0]) < 1e-5
+    for name, kept in asked[-1]["keep"].items():
+        if mode == "heuristic":
+            assert abs(asked[-1]["drop-rescaled"][name].norm() / kept.norm() - 1) < 1e-5
+        assert abs(torch.cosine_similarity(asked[-1]["drop-rescaled"][name].flatten(), asked[-1]["drop-scaled"][name].flatten(), 0) - 1) < 1e-5
+
+
+def test_updates_needs_raw_gradients():
+    model = net()
+    opt = foof.KFAC(model)
+    with pytest.raises(RuntimeError, match="deferred=True"):
+        opt.updates()
+
+
+# --- measures -------------------------------------------------------------------------------------------------------------------
+
+
+def test_cosine_in_both_inner_products():
+    torch.manual_seed(0)
+    u, v = ({"a": torch.randn(3, 4), "b": torch.randn(2, 5)} for _ in range(2))
+    root = torch.randn(4, 4)
+    Sigma = {"a": root @ root.T, "b": torch.rand(5)}
+
+    def flat_in(w):
+        return torch.cat([(w["a"] @ root).flatten(), (w["b"] * Sigma["b"].sqrt()).flatten()])
+
+    assert measures.cosine(u, u, Sigma) == pytest.approx(1)
+    assert measures.cosine(u, v, Sigma) == pytest.approx(torch.cosine_similarity(flat_in(u), flat_in(v), 0).item(), abs=1e-5)
+    plain = [torch.cat([w["a"].flatten(), w["b"].flatten()]) for w in (u, v)]
+    assert measures.cosine(u, v) == pytest.approx(torch.cosine_similarity(*plain, 0).item(), abs=1e-5)
+    with pytest.raises(ValueError, match="different layers"):
+        measures.cosine(u, {"a": u["a"]})
+
+
+def test_loss_after_an_update_is_the_loss_after_the_step():
+    model, (x, y) = net(), batch(0)
+    opt = foof.KFAC(model, lr=0.05, damping=0.1, deferred=True)
+    before = flat(model)
+
+    def loss():
+        return nn.functional.cross_entropy(model(x), y)
+
+    out = model(x)
+    opt.update_curvature(out)
+    start = nn.functional.cross_entropy(out, y)
+    start.backward()
+    foretold = measures.loss_after(opt.preconditioner, opt.updates(), 0.05, loss)
+    assert torch.equal(flat(model), before)
+    opt.step()
+    assert foretold == pytest.approx(loss().item(), abs=1e-6)
+    assert 0 < measures.relative_decrease(start.item(), foretold) < 1
+    assert set(measures.second_moments(opt.preconditioner)) == {"0", "2", "4"}
+
+
+# --- any optimizer, bad input ---------------------------------------------------------------------------------------------------
+
+
+def test_precondition_with_kfac_equals_kfac():
+    models = [net(), net()]
+    options = {"damping": 0.1, "damping_mode": "standard", "T": 2, "generator": 3}
+    opts = [
+        foof.KFAC(models[0], lr=0.1, **options),
+        foof.precondition(torch.optim.SGD(models[1].parameters(), lr=0.1), models[1], method="kfac", **options),
+    ]
+    for model, opt in zip(models, opts, strict=True):
+        train(model, opt, 5)
+    assert relative_error(flat(models[1]), flat(models[0])) < 1e-6
+
+
+BAD = {
+    "KFAC needs damping as a positive number": lambda m: foof.KFAC(m, damping="auto"),
+    "damping λ must be a positive": lambda m: foof.KFAC(m, damping=0.0),
+    "KFAC needs damping as a positive": lambda m: foof.KFAC(m, groups=[{"params": [m[0].weight], "relative": True}]),
+    "there is no KFAC with damping_mode='exact'": lambda m: foof.KFAC(m, damping_mode="exact"),
+    "second_factor='drop-scaled'; there is": lambda m: foof.KFAC(m, damping_mode="standard", second_factor="drop-scaled"),
+    "the labels of a Fisher": lambda m: foof.KFAC(m, fisher="true"),
+    "samples must be at least 1": lambda m: foof.KFAC(m, samples=0),
+    "likelihood must be one of": lambda m: foof.KFAC(m, likelihood="poisson"),
+    "datapoints is how many": lambda m: foof.KFAC(m, datapoints=0),
+    'rows must be "mean" or "sum"': lambda m: foof.KFAC(m, rows="max"),
+    "FOOF has no options fisher": lambda m: foof.precondition(torch.optim.SGD(m.parameters(), lr=1), m, fisher="mc"),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_and_nothing_is_half_changed(message):
+    model = net()
+    with pytest.raises((ValueError, TypeError), match=message):
+        BAD[message](model)
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_bad_outputs_are_refused():
+    model, (x, y) = net(), batch(0)
+    opt = foof.KFAC(model, fisher="empirical")
+    with torch.no_grad(), pytest.raises(ValueError, match="gradients enabled"):
+        opt.update_curvature(model(x))
+    with pytest.raises(ValueError, match="needs the data's labels"):
+        opt.update_curvature(model(x))
+    with pytest.raises(ValueError, match="categorical labels must be integers"):
+        opt.update_curvature(model(x), y.float())
+
+
+def test_a_checkpoint_of_another_damping_is_refused():
+    opts = [foof.KFAC(net(), damping_mode=mode) for mode in ("heuristic", "standard")]
+    with pytest.raises(ValueError, match="this checkpoint is of method"):
+        opts[0].load_state_dict(opts[1].state_dict())
