@@ -25,7 +25,7 @@ from foof.statistics import wide
 Vectors = list[Tensor]  # k vectors at once: one (k, *p.shape) per parameter
 Weights = Sequence[float | Tensor]  # a diagonal: for each parameter one number, or a tensor of its shape
 
-ROWS = 2048  # rows of a at a time on each side of a product of rows
+ROWS = 1024  # rows of a at a time on each side of a product of rows
 BUDGET = 2**28  # bytes for the gradients of a slice of neurons
 PASSES = 16  # what writing, multiplying and summing one entry of a product of rows costs, in multiply-adds
 
@@ -156,26 +156,26 @@ class Columns:
                     break
                 same = other is self and I == J
                 A2, E2 = (A1, E1) if same else other._rows(J, out.dtype)
-                AA = self._inner(A1, A2, q, out.dtype)
+                AA = self._inner(A1, A2, q, out.dtype).unsqueeze(2)  # (G, b₁·R₁, 1, b₂·R₂): one for all labels
                 for k in range(self.K):
-                    for l in range(k + 1 if same else other.K):
-                        products = _sum_rows((E1[k] @ E2[l].mT).mul_(AA), self.R, other.R)
-                        view[k, I, l, J] += products
-                        if other is self and not (same and k == l):
-                            view[l, J, k, I] += products.mT
+                    labels = k + 1 if same else other.K  # of two that mirror each other, one
+                    EE = E1[:, k] @ E2[:, :labels].flatten(1, 2).mT
+                    products = _sum_rows(EE.unflatten(2, (labels, -1)).mul_(AA), self.R, other.R)
+                    view[k, I, :labels, J] += products
+                    if other is self:
+                        mirrored = labels - 1 if same else labels
+                        view[:mirrored, J, k, I] += products[:, :mirrored].permute(1, 2, 0)
 
-    def _rows(self, chunk: slice, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Inputs ``(G, b·R, m)`` (of an embedding: its indices ``(1, b·R)``) and, for each label, errors ``(G, b·R, n)``."""
+    def _rows(self, chunk: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Inputs ``(G, b·R, m)`` (of an embedding: its indices ``(1, b·R)``) and the errors of all labels ``(G, K, b·R, n)``."""
         inputs, errors = [], []
         for call in self.calls:
             part, layer = call.at(chunk, dtype), call.layer
             b = len(part.x)
             a = part.x.reshape(1, b, -1) if layer.diagonal else layer.input_rows(part.x).reshape(layer.groups, b, -1, layer.m)
             inputs.append(a)
-            errors.append([layer.error_rows(e).reshape(layer.groups, b, -1, layer.n) for e in part.errors])
-        A = torch.cat(inputs, dim=2) if len(inputs) > 1 else inputs[0]
-        E = [torch.cat(each, dim=2) if len(each) > 1 else each[0] for each in zip(*errors, strict=True)]
-        return A.flatten(1, 2), [e.flatten(1, 2) for e in E]
+            errors.append(torch.stack([layer.error_rows(e).reshape(layer.groups, b, -1, layer.n) for e in part.errors], dim=1))
+        return torch.cat(inputs, dim=2).flatten(1, 2), torch.cat(errors, dim=3).flatten(2, 3)
 
     def _inner(self, A1: Tensor, A2: Tensor, q: Tensor | float, dtype: torch.dtype) -> Tensor:
         """Products of inputs ``(G, b₁·R₁, b₂·R₂)``; one-hot inputs meet where their indices are equal."""
@@ -232,17 +232,17 @@ class Columns:
         gradients = torch.empty(self.K, stop - start, width, dtype=dtype, device=layer.weight.device)
         for chunk in chunks(stop - start, BUDGET // (8 * self.R * max(layer.m, layer.n) * layer.groups)):
             A, E = self._dense_rows(slice(start + chunk.start, start + chunk.stop), dtype)
-            for k, e in enumerate(E):
-                gradients[k, chunk] = (e[..., part].mT @ A).transpose(0, 1).flatten(1)  # (G, b, p, m) → (b, G·p·m)
+            for k in range(self.K):
+                gradients[k, chunk] = (E[:, k, ..., part].mT @ A).transpose(0, 1).flatten(1)  # (G, b, p, m) → (b, G·p·m)
         return gradients
 
-    def _dense_rows(self, chunk: slice, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Inputs ``(G, b, R, m)``, one-hot for an embedding, and errors ``(G, b, R, n)``."""
+    def _dense_rows(self, chunk: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Inputs ``(G, b, R, m)``, one-hot for an embedding, and errors ``(G, K, b, R, n)``."""
         A, E = self._rows(chunk, dtype)
         layer, b = self.layer, chunk.stop - chunk.start
         if layer.diagonal:
             A = layer.input_rows(A.reshape(b, -1)).to(dtype)
-        return A.reshape(layer.groups, b, self.R, layer.m), [e.reshape(layer.groups, b, self.R, layer.n) for e in E]
+        return A.reshape(layer.groups, b, self.R, layer.m), E.reshape(layer.groups, self.K, b, self.R, layer.n)
 
     def flat(self, dtype: torch.dtype, datapoints: slice = slice(None)) -> Tensor:
         """The columns themselves, as rows: ``(K·N, P)`` in the order of ``params``. For small blocks, and mixed ties."""
@@ -295,9 +295,8 @@ class Columns:
             return own
         separable = weights is None or not any(isinstance(w, Tensor) for w in weights)
         if self.one_matrix and self.R == 1 and separable and self.layer.groups == 1 and not self.layer.diagonal:
-            A, errors = self._rows(slice(0, self.N), dtype)
-            E = torch.stack([e[0] for e in errors])
-            return torch.einsum("kin,lin->ikl", E, E) * (A[0].square() * self._input_weights(weights, own)).sum(1)[:, None, None]
+            A, E = self._rows(slice(0, self.N), dtype)
+            return torch.einsum("kin,lin->ikl", E[0], E[0]) * (A[0].square() * self._input_weights(weights, own)).sum(1)[:, None, None]
         root = None if weights is None else self.flat_weights(weights, dtype).sqrt()
         for chunk in chunks(self.N, BUDGET // (8 * self.K * self.size)):
             columns = self.flat(dtype, chunk).reshape(self.K, -1, self.size)
@@ -307,11 +306,11 @@ class Columns:
 
 
 def _sum_rows(products: Tensor, R1: int, R2: int) -> Tensor:
-    """``(G, b₁·R₁, b₂·R₂)`` summed over groups and over the rows of each datapoint: ``(b₁, b₂)``."""
+    """``(G, b₁·R₁, K, b₂·R₂)`` summed over groups and over the rows of each datapoint: ``(b₁, K, b₂)``."""
     summed = products.sum(0) if len(products) > 1 else products[0]
     if R1 == R2 == 1:
         return summed
-    return summed.reshape(summed.shape[0] // R1, R1, summed.shape[1] // R2, R2).sum((1, 3))
+    return summed.unflatten(2, (-1, R2)).unflatten(0, (-1, R1)).sum((1, 4))
 
 
 def blocks_of(params: list[nn.Parameter], calls: list[Call], N: int, K: int) -> list[Columns]:

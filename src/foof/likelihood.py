@@ -49,11 +49,21 @@ class Categorical(Likelihood):
         return p - F.one_hot(y, p.shape[-1])
 
     def enumerated(self, out: Tensor) -> Iterator[Tensor]:
+        """C - 1 errors for C classes, since H has that rank: with ``q = √p``, ``H = diag(q) (I - q qᵀ) diag(q)``.
+
+        The first C - 1 columns of the reflection ``I - v vᵀ/(1 + q_C)``, ``v = q + one_hot(C)``, are a basis B of q's complement,
+        so ``diag(q) B`` is a root of H: its columns are ``s_j = q_j (one_hot(j) - (p + q_C one_hot(C)) / (1 + q_C))``.
+        """
         p = out.softmax(-1)
-        for c in range(p.shape[-1]):  # s_c = √p_c (p - one_hot(c))
-            error = p.clone()
-            error[..., c] -= 1
-            yield from _one_position_at_a_time(error * p[..., c : c + 1].sqrt())
+        q = p.sqrt()
+        last = q[..., -1:]
+        common = p.clone()
+        common[..., -1:] += last
+        common /= 1 + last
+        for j in range(p.shape[-1] - 1):
+            error = -common
+            error[..., j] += 1
+            yield from _one_position_at_a_time(error * q[..., j : j + 1])
 
     def given(self, out: Tensor, y: Tensor) -> Tensor:
         kept = self._check(out, y)
