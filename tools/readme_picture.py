@@ -17,7 +17,7 @@ def picture() -> str:
         store.load_dump(committed(preset))
         (outcome,) = conduct([METHODS_COMPARED], preset, remembered(store))
     curves = [curve(tuned.records, label, keep=0.8) for label, tuned in outcome.found.items()]
-    return curves_svg(curves, "Fashion-MNIST (6,000 images), 784-1000-1000-1000-10, batch 100")
+    return curves_svg(curves, "Fashion-MNIST (6,000 images), 784-500-500-500-10, batch 100")
 
 
 if __name__ == "__main__":

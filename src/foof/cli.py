@@ -61,7 +61,7 @@ def _sweeping(into: store.Store, workers: int | None, scheduler: str | None) -> 
     """A way to run settings that shows a bar with the time left; the bar's unit is the step, since runs differ in length."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True))  # fmt: skip
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, speed_estimate_period=3600) as bar:  # runs end in bursts: average over many
         task = bar.add_task("training", total=0)
         planned: set[Setting] = set()
 
