@@ -83,7 +83,8 @@ def exchange(results: dict[int, dict[str, Any]], owners: Sequence[int], failure:
         )  # fmt: skip
         dist.broadcast(flat, group=group, group_src=owner)
         pieces = zip(empty, flat.split([t.numel() for t in empty]), strict=True)
-        everything.update(results if mine else _filled(outline, iter([f.to(t.dtype).view(t.shape) for t, f in pieces])))
+        # The owner, too, goes on with what was sent: another layout in memory would round differently.
+        everything.update(_filled(outline, iter([f.to(t.dtype).view(t.shape) for t, f in pieces])))
     if failed:
         raise failure or torch.linalg.LinAlgError(failed)  # type: ignore[attr-defined]
     return everything

@@ -49,7 +49,9 @@ class NeuronOptimizer(Optimizer):
                 for group in self._rest.param_groups:
                     group["kind"] = "rest"
                     self.param_groups.append(group)
-            self._group_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+            number = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+            # Now: within a backward pass under FSDP a layer's weight is another tensor.
+            self._group_of = {id(block): number[id(block.layer.weight)] for block in self.preconditioner.blocks}
         except BaseException:
             self.preconditioner.remove()
             raise
@@ -57,7 +59,7 @@ class NeuronOptimizer(Optimizer):
         self.preconditioner.attach(self)
 
     def _damping_of(self, block: Block) -> Damping:
-        group = self.param_groups[self._group_of[id(block.layer.weight)]]
+        group = self.param_groups[self._group_of[id(block)]]
         return Damping(group["damping"], group["relative"])
 
     @torch.no_grad()

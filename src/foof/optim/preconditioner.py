@@ -248,7 +248,7 @@ class Preconditioner:
         device = blocks[0].layer.weight.device
         made = distributed.exchange({job: factor.state_dict() for job, factor in mine.items()}, owners, failure, device, group)
         for job, block in enumerate(blocks):
-            block.factor = mine[job] if job in mine else self.factor_from_state_dict(made[job], device)
+            block.factor = self.factor_from_state_dict(made[job], device)
             block.made_of = ()
 
     def _make_factor(self, block: Block) -> None:
