@@ -136,11 +136,13 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> 
 def with_neurons(state: Mapping[str, Any], neurons: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict with the preconditioner's: by itself, and with the first parameter's state.
 
-    Per-parameter state is all that ``torch.distributed.checkpoint`` keeps. A file holds both as one.
+    Per-parameter state is all that ``torch.distributed.checkpoint`` keeps, and it wants some for every parameter. A file holds
+    both as one.
     """
-    first = state["param_groups"][0]["params"][0]
-    own = {**state["state"].get(first, {}), "neurons": neurons}
-    return {**state, "neurons": neurons, "state": {**state["state"], first: own}}
+    params = [p for group in state["param_groups"] for p in group["params"]]
+    own = {p: dict(state["state"].get(p, {})) for p in params}
+    own[params[0]]["neurons"] = neurons
+    return {**state, "neurons": neurons, "state": own}
 
 
 def without_neurons(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -151,9 +153,8 @@ def without_neurons(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     neurons = state.get("neurons", inside)
     if neurons is None:
         raise ValueError("this state dict was not saved from an optimizer on neurons: it has no statistics ('neurons').")
-    others = {k: v for k, v in state["state"].items() if k != first}
-    plain = {k: v for k, v in state.items() if k != "neurons"}
-    return {**plain, "state": {first: own, **others} if own else others}, neurons
+    kept = {k: v for k, v in {**state["state"], first: own}.items() if v}
+    return {**{k: v for k, v in state.items() if k != "neurons"}, "state": kept}, neurons
 
 
 def inputs_of(batch: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foof import distributed
 from foof.curvature import EigenFactor, InputFactor, KroneckerFactor, RescaledInputFactor, ScaledInputFactor, split_damping
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
@@ -72,6 +73,12 @@ class KroneckerPreconditioner(Preconditioner):
                  exclude: Iterable[str], kind: type[AnyFactor], estimate: FisherEstimate, deferred: bool,
                  generator: torch.Generator | int | None, process_group: Any = None) -> None:  # fmt: skip
         super().__init__(model, damping, ema, T, S, exclude, process_group)
+        if any(distributed.is_sharded(block.layer.weight) for block in self.blocks):
+            self.remove()
+            raise NotImplementedError(
+                "KFAC needs backward passes of its own, which end at weights that FSDP has sharded away: use FOOF, or "
+                "DistributedDataParallel."
+            )
         self.kind, self.estimate = kind, estimate
         self.deferred = deferred or not kind.linear
         self.generator = make_generator(generator, self.blocks[0].layer.weight.device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foof import distributed
 from foof.gradients import Call
 from foof.gram import GramOperator, Precision
 from foof.layers import Layer
@@ -39,6 +40,11 @@ class NaturalPreconditioner(Preconditioner):
     def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], T: int, exclude: Iterable[str],
                  settings: FisherSettings, generator: torch.Generator | int | None) -> None:  # fmt: skip
         super().__init__(model, damping, 0.0, T, None, exclude)
+        if distributed.group_of(None) is not None:
+            self.remove()
+            raise NotImplementedError(
+                "NaturalGradient solves with the Gram matrix of one process's batch: the ranks would part. Use FOOF or KFAC here."
+            )
         self.settings = settings
         self.method = f"natural ({'layer' if settings.by_layer else 'full'})"
         self.layers = [layer for block in self.blocks for layer in block.layers]
