@@ -53,6 +53,7 @@ class Fisher:
         calls, N, K = record(model, layers, _copied(x), y, source, likelihood_named(likelihood), generator, batch_size)
         names = {id(p): name for name, p in model.named_parameters()}
         self.names = [names[id(p)] for p in params]
+        self.layers, self.by_layer = layers, by_layer
         self.operator = GramOperator(params, calls, N, K, by_layer, dtype)
 
     # --- what it is -------------------------------------------------------------------------------------------------------

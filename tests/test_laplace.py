@@ -1,0 +1,141 @@
+"""Laplace posteriors against dense ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import foof
+import foof.laplace
+import oracle
+from cases import cnn, mlp
+
+
+def problem(kind: str = "mlp") -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model, shape = (mlp(5, 6, 3), (5,)) if kind == "mlp" else (cnn(), (2, 8, 8))
+    model = model.double()
+    return model, torch.randn(20, *shape).double(), torch.randint(0, 3, (20,)), torch.randn(7, *shape).double()
+
+
+def dense_posterior(model: nn.Module, x: Tensor, prior: Tensor, c: float) -> Tensor:
+    params = list(model.parameters())
+    return torch.linalg.inv(prior.diag() + c * oracle.full_fisher(model, x, params, "categorical"))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.parametrize("prior", ["number", "per tensor", "diagonal"])
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_the_linearised_predictive_is_the_dense_one(kind: str, prior: str, blocks: str) -> None:
+    model, x, y, test = problem(kind)
+    P = sum(p.numel() for p in model.parameters())
+    flat = torch.rand(P, dtype=torch.float64) + 0.5
+    values = {"number": 0.7, "diagonal": flat, "per tensor": [0.5 + i for i, _ in enumerate(model.parameters())]}[prior]
+    if prior != "diagonal":
+        entries = values if isinstance(values, list) else [values] * 99
+        pairs = zip(model.parameters(), entries, strict=False)
+        flat = torch.cat([torch.full((p.numel(),), float(v), dtype=torch.float64) for p, v in pairs])
+    posterior = foof.laplace.fit(model, x, y, labels="full", prior_precision=values, datapoints=100, blocks=blocks)
+    out, variance = posterior.functional_variance(test, batch_size=3)
+    J = oracle.per_datapoint_jacobian(model, test, list(model.parameters()))
+    F = oracle.full_fisher(model, x, list(model.parameters()), "categorical")
+    if blocks == "layer":
+        F = oracle.block_diagonal(F, [sum(p.numel() for p in m.parameters()) for m in model if list(m.parameters())])
+    expected = J @ torch.linalg.inv(flat.diag() + 100 * F) @ J.mT
+    assert oracle.relative_error(variance, expected) < 1e-9
+    assert torch.equal(out, torch.cat([model(part) for part in test.split(3)]))
+
+
+def test_predictions_are_probabilities_and_mc_approaches_the_probit() -> None:
+    model, x, y, test = problem()
+    posterior = foof.laplace.fit(model, x, y, labels="full")
+    probit, mc = posterior.predict(test), posterior.predict(test, "mc", samples=2000)
+    sampled = posterior.predict_sampled(test, 50)
+    for p in (probit, mc, sampled):
+        torch.testing.assert_close(p.sum(1), torch.ones(7, dtype=torch.float64))
+    assert (probit - mc).abs().max() < 0.1
+
+
+def test_the_prior_has_the_largest_marginal_likelihood() -> None:
+    model, x, y, _ = problem()
+    posterior = foof.laplace.fit(model, x, y, labels="full")
+    best = posterior.prior_precision
+    values = [posterior.log_marginal_likelihood(best * factor).item() for factor in (0.9, 1.0, 1.1)]
+    assert values[1] == max(values)
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    F = oracle.full_fisher(model, x, list(model.parameters()), "categorical")
+    identity = torch.eye(len(theta), dtype=torch.float64)
+    log_likelihood = -nn.functional.cross_entropy(model(x), y, reduction="sum")
+    log_det = torch.logdet(best * identity + 20 * F) - len(theta) * math.log(best)
+    expected = log_likelihood - 0.5 * best * theta @ theta - 0.5 * log_det
+    assert values[1] == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_networks_are_sampled_around_the_trained_weights_whatever_the_model_does_next() -> None:
+    model, x, y, _ = problem()
+    posterior = foof.laplace.fit(model, x, y, prior_precision=1e8)
+    trained = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    network = next(posterior.sample_networks(1))
+    assert all((p - t).abs().max() < 1e-2 for p, t in zip(network.parameters(), trained, strict=True))
+    assert posterior.functional_variance(x)[0].isfinite().all()
+
+
+# --- Kronecker ---
+
+
+@pytest.mark.parametrize("first_factor_only", [False, True])
+def test_the_covariance_of_kronecker_samples(first_factor_only: bool) -> None:
+    model, x, y, _ = problem()
+    posterior = foof.laplace.fit_kronecker(
+        model, x, y, labels="full", prior_precision=0.5, datapoints=30, first_factor_only=first_factor_only
+    )
+    n = 20_000
+    draws = posterior.sample(n, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        h = model[1](model[0](x))
+        A = torch.cat([h, torch.ones(20, 1, dtype=torch.float64)], dim=1)  # the last layer: J = [a, 1] ⊗ I
+        p = model(x).softmax(1)
+    Sigma_E = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)).mean(0)
+    if first_factor_only:
+        Sigma_E = Sigma_E.trace() / 3 * torch.eye(3, dtype=torch.float64)
+    precision = 30 * torch.kron(Sigma_E, A.T @ A / 20) + 0.5 * torch.eye(21, dtype=torch.float64)
+    expected = torch.linalg.inv(precision)
+    last = torch.cat([draws[2], draws[3].unsqueeze(2)], dim=2).flatten(1)
+    d = expected.diagonal()
+    z = (last.T @ last / n - expected) / ((expected**2 + torch.outer(d, d)) / n).sqrt()
+    assert z.abs().max() < 5
+
+
+def test_kronecker_is_exact_for_one_layer_and_one_datum() -> None:
+    """Then F = Σ ⊗ Σ_E, so both posteriors have one marginal likelihood, hence one best prior."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(1, 4).double(), torch.tensor([1])
+    exact = foof.laplace.fit(model, x, y, labels="full", datapoints=50)
+    kronecker = foof.laplace.fit_kronecker(model, x, y, labels="full", datapoints=50)
+    for prior in (0.1, 1.0, 10.0):
+        assert kronecker.log_marginal_likelihood(prior).item() == pytest.approx(exact.log_marginal_likelihood(prior).item())
+    assert kronecker.prior_precision == pytest.approx(exact.prior_precision, rel=1e-6)
+
+
+def test_calibration_by_hand() -> None:
+    p = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.3, 0.7], [0.9, 0.1]])
+    c = foof.laplace.calibration(p, torch.tensor([0, 1, 1, 0]), bins=10)
+    assert c.accuracy == 0.75
+    assert c.nll == pytest.approx(-(math.log(0.8) + math.log(0.4) + math.log(0.7) + math.log(0.9)) / 4)
+    assert c.brier == pytest.approx((2 * 0.04 + 2 * 0.36 + 2 * 0.09 + 2 * 0.01) / 4)
+    assert c.ece == pytest.approx((0.2 + 0.6 + 0.3 + 0.1) / 4)
+
+
+def test_bad_input_is_explained() -> None:
+    model, x, y, test = problem()
+    with pytest.raises(ValueError, match="prior_precision must be positive"):
+        foof.laplace.fit(model, x, y, prior_precision=0.0).sample(1)
+    with pytest.raises(ValueError, match='"probit" or "mc"'):
+        foof.laplace.fit(model, x, y).predict(test, "exact")
+    with pytest.raises(ValueError, match=r"labels must be in 0\.\.2"):
+        foof.laplace.fit(model, x, y + 3)
