@@ -11,12 +11,12 @@ TARGET = Path(__file__).parents[1] / "docs/img/loss.svg"
 
 
 def picture() -> str:
-    """The training loss of each method at its best setting, mean ± deviation over seeds, smoothed over logged points."""
+    """The training loss of each method at its best setting, mean ± deviation over seeds."""
     preset = PRESETS["quick"]
     with Store(":memory:") as store:
         store.load_dump(committed(preset))
         (outcome,) = conduct([METHODS_COMPARED], preset, remembered(store))
-    curves = [curve(tuned.records, label, keep=0.8) for label, tuned in outcome.found.items()]
+    curves = [curve(tuned.records, label) for label, tuned in outcome.found.items()]
     return curves_svg(curves, "Fashion-MNIST (6,000 images), 784-500-500-500-10, batch 100")
 
 

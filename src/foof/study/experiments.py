@@ -177,8 +177,11 @@ def _judge_all_methods(found: Found) -> list[Verdict]:
 
 
 def _draw_all_methods(found: Found) -> list[go.Figure]:
-    curves = [figures.curve(t.records, label, keep=0.9) for label, t in found.items()]
-    drawn = [figures.curves_figure(curves, "Training loss, smoothed as in the paper (0.9)")]
+    long = min(len(r.series["step"]) for t in found.values() for r in t.records) >= 300  # the paper logs 600 points
+    keep = 0.9 if long else 0.0  # over few points, smoothing would show itself alone
+    curves = [figures.curve(t.records, label, keep=keep) for label, t in found.items()]
+    heading = "Training loss of mini-batches" + (", smoothed as in the paper (0.9)" if long else "")
+    drawn = [figures.curves_figure(curves, heading)]
     if any(len(t.tried) > 1 for t in found.values()):
         drawn.append(figures.tuning_figure({label: t.tried for label, t in found.items()}, "The search behind it, one seed"))
     return drawn

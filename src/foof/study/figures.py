@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -77,9 +78,12 @@ def style(figure: go.Figure, heading: str, height: int = 420) -> go.Figure:
 
 def log_axis(values: Sequence[float]) -> dict[str, Any]:
     """A logarithmic axis, labelled at powers of ten, and at 2 and 5 times these where it spans little."""
-    shown = [v for v in values if v > 0]
-    short = not shown or max(shown) < 300 * min(shown)
-    return {"type": "log", "dtick": "D2" if short else 1, "exponentformat": "none" if short else "power"}
+    shown = [v for v in values if 0 < v < math.inf]
+    if not shown or max(shown) > 300 * min(shown):
+        return {"type": "log", "dtick": 1, "exponentformat": "power"}
+    decades = range(math.floor(math.log10(min(shown))) - 1, math.ceil(math.log10(max(shown))) + 1)
+    ticks = [float(f"{digit}e{i}") for i in decades for digit in (1, 2, 5)]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{t:g}" for t in ticks]}
 
 
 def _rgba(hex_: str, alpha: float) -> str:
@@ -131,7 +135,7 @@ def tuning_figure(tried: dict[str, Sequence[Record]], heading: str) -> go.Figure
 
 def toy_figure(example: Toy) -> go.Figure:
     """The loss of each datapoint along the direction of each method."""
-    figure = make_subplots(1, 2, subplot_titles=("input (3, 1), label 1", "input (1, 0), label −1"), shared_yaxes=True)
+    figure = make_subplots(1, 2, subplot_titles=("(3, 1) → 1", "(1, 0) → −1"), shared_yaxes=True)
     for label, losses in example.losses.items():
         for point in range(2):
             figure.add_scatter(

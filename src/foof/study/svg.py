@@ -47,7 +47,7 @@ def curves_svg(curves: Sequence[Curve], heading: str, y: str = "training loss") 
 
 
 def _axes(low: float, high: float, last: float, px, py, y: str) -> list[str]:  # type: ignore[no-untyped-def]
-    """Grid lines at {1, 3}·10^i and four steps along the bottom."""
+    """Grid lines at {1, 3}·10^i, and round steps along the bottom."""
     out = []
     for i in range(math.floor(low), math.ceil(high) + 1):
         for digit in (1, 3):
@@ -55,7 +55,8 @@ def _axes(low: float, high: float, last: float, px, py, y: str) -> list[str]:  #
             if low - 1e-9 <= math.log10(v) <= high + 1e-9:
                 out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(v):.1f}" y2="{py(v):.1f}"/>')
                 out.append(f'<text class="muted" x="{LEFT - 8}" y="{py(v) + 4:.1f}" text-anchor="end">{v:g}</text>')
-    ticks = [round(last * k / 4 / 10) * 10 or 0 for k in range(5)]
+    apart = next(d * 10**k for k in range(9) for d in (1, 2, 5) if last / (d * 10**k) <= 6)
+    ticks = range(0, int(last) + 1, apart)
     out += [
         f'<text class="muted" x="{px(t):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{t:g}</text>' for t in ticks
     ]
