@@ -68,6 +68,7 @@ class Tap:
         # First in line: before FSDP reshards the weight. A Fisher pass goes last, on top of any other tap.
         self._handle = layer.module.register_forward_hook(self, with_kwargs=True, prepend=first)
 
+    @torch._disable_dynamo  # one clean break of a compiled graph; the public decorator would import the compiler with foof
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
         receiver, layer = self.receiver, self.layer
         weight: Tensor = module.weight  # type: ignore[assignment]

@@ -110,6 +110,12 @@ class NeuronOptimizer(Optimizer):
         """Take the hooks off the model: its gradients are plain again and another optimizer may be attached."""
         self.preconditioner.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an optimizer on neurons is tied to its model: copy or save the model, make a new optimizer for the copy, and give it "
+            "this one's state with load_state_dict(state_dict())."
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_attached", False):
             raise ValueError("parameters cannot join later: call remove() and make a new optimizer for the changed model.")
