@@ -6,6 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 def mlp(sizes: tuple[int, ...] = SIZES) -> nn.Sequential:
     """The paper's fully connected network: no biases, Kaiming-He initialisation."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in pairwise(sizes):
         linear = nn.Linear(inputs, outputs, bias=False)
         nn.init.kaiming_normal_(linear.weight)
         layers += [linear, nn.ReLU()]
@@ -69,7 +70,8 @@ def ratios_to_sgd(methods: Mapping[str, tuple[Make, int]], rounds: int = 15) -> 
 
 def report(ratios: Mapping[str, tuple[float, float, float]], bounds: Mapping[str, float], rounds: int) -> None:
     """Print a table with the machine it was measured on."""
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}; MLP {'-'.join(map(str, SIZES))}, batch {BATCH};")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()};")
+    print(f"MLP {'-'.join(map(str, SIZES))}, batch {BATCH};")
     print(f"time per step over SGD with momentum in the same run: median (quartiles) of {rounds} interleaved rounds")
     for name, (median, low, high) in ratios.items():
         bound = f"   asked for: ≤ {bounds[name]}" if name in bounds else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -67,7 +69,7 @@ class Twice(nn.Module):
 def mlp(*sizes: int, bias: bool = True, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     """A small fully connected network."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs, bias=bias), activation()]
     return nn.Sequential(*layers[:-1])
 

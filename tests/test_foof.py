@@ -6,12 +6,12 @@ import pickle
 
 import pytest
 import torch
-from cases import cnn, mlp
-from oracle import relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import foof
+from cases import cnn, mlp
+from oracle import relative_error
 
 OPTIMIZERS = {
     "foof": lambda model: foof.FOOF(model, lr=0.1, damping=0.1, momentum=0.9, weight_decay=0.01, T=4, S=2),
@@ -27,6 +27,7 @@ OPTIMIZERS = {
     "kfac-full": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="full", T=3),
     "kfac-empirical": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="empirical", T=3),
     "kfac-subsampled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, ema=0.0, samples=2, datapoints=4, T=2),
+    "kfac-adaptive": lambda model: foof.KFAC(model, damping=0.1, T=2, adaptive=True),
     "kfac-deferred": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, deferred=True),
     "kfac-drop-scaled": lambda model: foof.KFAC(model, lr=0.2, damping=0.1, T=3, second_factor="drop-scaled"),
     "kfac-drop-rescaled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, second_factor="drop-rescaled"),

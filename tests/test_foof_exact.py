@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from cases import KINDS, Twice, cnn, mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import as_rows, foof_update, gradient_matrix, input_rows, relative_error, second_moment
 from torch import nn
 
 import foof
+from cases import KINDS, Twice, cnn, mlp
+from oracle import as_rows, foof_update, gradient_matrix, input_rows, relative_error, second_moment
 
 SEEDS = st.integers(0, 2**31 - 1)
 DAMPINGS = st.sampled_from([1e-2, 1.0, 30.0])

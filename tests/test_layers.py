@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from cases import KINDS, mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import input_rows
 from torch import nn
 
 import foof
+from cases import KINDS, mlp
 from foof.layers import TransposedLinear, covered_layers
+from oracle import input_rows
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import KINDS, cnn, mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from cases import KINDS, cnn, mlp
 from foof.layers import covered_layers
 from foof.tap import Tap, backward_pass_id, existing_tap, tapped
 
@@ -101,7 +101,7 @@ def test_keyword_input_and_second_backward():
         out.backward()
         assert torch.allclose(model.weight.grad, 2 * once)
         (first,) = torch.autograd.grad(model(x).pow(2).sum(), model.weight, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable|differentiate twice"):
+        with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate twice"):
             first.sum().backward()
 
 

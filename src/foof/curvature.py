@@ -62,7 +62,8 @@ class InputFactor:
     @classmethod
     def from_state_dict(cls, state: dict[str, str | Tensor], device: torch.device) -> InputFactor:
         held, tensor = state["held"], state["tensor"]
-        assert isinstance(held, str) and isinstance(tensor, Tensor)
+        assert isinstance(held, str)
+        assert isinstance(tensor, Tensor)
         return cls(held, tensor.to(device, copy=True))
 
 

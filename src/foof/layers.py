@@ -290,7 +290,7 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
     nn.Conv3d: Conv,
     nn.Embedding: Embedding,
 }
-KINDS_BY_NAME = {"transformers.pytorch_utils.Conv1D": TransposedLinear}  # kinds of libraries we do not import
+KINDS_BY_NAME: dict[str, type[Layer]] = {"transformers.pytorch_utils.Conv1D": TransposedLinear}  # kinds of libraries we do not import
 
 
 def kind_of(module: nn.Module) -> type[Layer] | None:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported, but not typed so
 JITTERS = (1e-6, 1e-4)  # fractions of the mean eigenvalue, tried in turn before float64
 
 
@@ -31,7 +32,7 @@ def damped_cholesky(S: Tensor, damping: float | Tensor, name: str = "matrix") ->
     if not info.any():
         return L
     if not torch.isfinite(S).all():
-        raise torch.linalg.LinAlgError(f"{name}: the {tuple(S.shape)} second moment holds NaN or inf; damping cannot mend that.")
+        raise LinAlgError(f"{name}: the {tuple(S.shape)} second moment holds NaN or inf; damping cannot mend that.")
     mean_eigenvalue = damped.diagonal(dim1=-2, dim2=-1).mean(-1).abs()
     for jitter in JITTERS:
         L, info = torch.linalg.cholesky_ex(add_damping(damped, jitter * mean_eigenvalue))
@@ -40,7 +41,7 @@ def damped_cholesky(S: Tensor, damping: float | Tensor, name: str = "matrix") ->
     L64, info = torch.linalg.cholesky_ex(add_damping(S.double(), damping))
     if not info.any():
         return L64.to(S.dtype)
-    raise torch.linalg.LinAlgError(_explain_failure(S, damping, name))
+    raise LinAlgError(_explain_failure(S, damping, name))
 
 
 def _explain_failure(S: Tensor, damping: float | Tensor, name: str) -> str:

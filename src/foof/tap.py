@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from foof.layers import Layer
 
@@ -68,7 +69,7 @@ class Tap:
         # First in line: before FSDP reshards the weight. A Fisher pass goes last, on top of any other tap.
         self._handle = layer.module.register_forward_hook(self, with_kwargs=True, prepend=first)
 
-    @torch._disable_dynamo  # one clean break of a compiled graph; the public decorator would import the compiler with foof
+    @_disable_dynamo  # one clean break of a compiled graph; the public decorator would import the compiler with foof
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
         receiver, layer = self.receiver, self.layer
         weight: Tensor = module.weight  # type: ignore[assignment]
@@ -76,7 +77,7 @@ class Tap:
             return None
         self.fired = True
         x = args[0] if args else next(iter(kwargs.values()))
-        return _Junction.apply(out.detach(), x, weight, module.bias if layer.has_bias else None, layer, receiver)  # type: ignore[no-any-return]
+        return _Junction.apply(out.detach(), x, weight, module.bias if layer.has_bias else None, layer, receiver)
 
     @property
     def receiver(self) -> Receiver | None:

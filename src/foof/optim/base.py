@@ -37,12 +37,12 @@ class NeuronOptimizer(Optimizer):
                  maximize: bool, make_preconditioner: Callable[[Callable[[Block], Damping]], Preconditioner]) -> None:  # fmt: skip
         check_options(defaults)
         rest_class, rest_options = check_rest(rest)
-        groups = [check_group(group, model) for group in groups]
+        own_groups = [check_group(group, model) for group in groups]
         self.preconditioner = make_preconditioner(self._damping_of)
         try:
             covered = [p for block in self.preconditioner.blocks for layer in block.layers for p in layer.parameters]
             remaining = [p for name, p in self.preconditioner.model.named_parameters() if name in self.preconditioner.rest]
-            super().__init__(_covered_groups(covered, groups, defaults), {**defaults, "kind": "neurons"})
+            super().__init__(_covered_groups(covered, own_groups, defaults), {**defaults, "kind": "neurons"})
             self.maximize = maximize
             self._rest = rest_class(remaining, maximize=maximize, **rest_options) if remaining else None  # type: ignore[call-arg]
             if self._rest is not None:
@@ -63,7 +63,7 @@ class NeuronOptimizer(Optimizer):
         return Damping(group["damping"], group["relative"])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. The step's hooks make the gradients neuron gradients before it and drive the schedule after it."""
         loss = None
         if closure is not None:
@@ -91,7 +91,7 @@ class NeuronOptimizer(Optimizer):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        return state["momentum_buffer"]  # type: ignore[no-any-return]
+        return state["momentum_buffer"]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; what the discarded backward passes added to the statistics is discarded too."""
@@ -135,7 +135,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def check_rest(rest: str | Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
     """The optimizer of the rest from ``"adamw"``, ``"sgd"`` or a mapping such as ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``."""
-    options = {"name": rest} if isinstance(rest, str) else dict(rest)
+    options: dict[str, Any] = {"name": rest} if isinstance(rest, str) else dict(rest)
     name = options.pop("name", "adamw")
     if name not in REST:
         raise ValueError(f'rest must be one of {sorted(REST)} or a mapping with such a "name", got {name!r}.')
