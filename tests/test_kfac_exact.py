@@ -4,9 +4,12 @@ import copy
 
 import pytest
 import torch
-from cases import KINDS, Twice, cnn, mlp
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
+
+import foof
+from cases import KINDS, Twice, cnn, mlp
 from oracle import (
     block_diagonal,
     full_fisher,
@@ -18,9 +21,6 @@ from oracle import (
     output_errors,
     relative_error,
 )
-from torch import nn
-
-import foof
 
 SEEDS = st.integers(0, 2**31 - 1)
 DAMPINGS = st.sampled_from([1e-2, 1.0, 30.0])

@@ -6,11 +6,11 @@ by the number of rows N·R and sums Σ_E over rows; we sum Σ over rows (as FOOF
 
 import pytest
 import torch
-from cases import mlp
-from oracle import relative_error
 from torch import nn
 
 import foof
+from cases import mlp
+from oracle import relative_error
 
 curvlinops = pytest.importorskip("curvlinops")
 

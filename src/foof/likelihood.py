@@ -31,6 +31,13 @@ class Likelihood(ABC):
     def enumerated(self, out: Tensor) -> Iterator[Tensor]:
         """Output errors ``s_k`` with ``Σ_k s_k s_kᵀ = H`` exactly."""
 
+    def hessian_product(self, out: Tensor, u: Tensor) -> Tensor:
+        """``H u`` for each datapoint and position, in the shape of ``out``."""
+        image = torch.zeros_like(u)
+        for s in self.enumerated(out):
+            image += s * (s * u).flatten(1).sum(1).reshape(-1, *[1] * (u.dim() - 1))
+        return image
+
     @abstractmethod
     def given(self, out: Tensor, y: Tensor) -> Tensor:
         """``∂(-log p(y|f))/∂f`` for these labels."""
@@ -65,6 +72,10 @@ class Categorical(Likelihood):
             error[..., j] += 1
             yield from _one_position_at_a_time(error * q[..., j : j + 1])
 
+    def hessian_product(self, out: Tensor, u: Tensor) -> Tensor:
+        p = out.softmax(-1)
+        return p * (u - (p * u).sum(-1, keepdim=True))
+
     def given(self, out: Tensor, y: Tensor) -> Tensor:
         kept = self._check(out, y)
         error = out.softmax(-1) - F.one_hot(torch.where(kept, y, 0), out.shape[-1])
@@ -97,6 +108,10 @@ class Bernoulli(Likelihood):
         p = out.sigmoid()
         yield from _one_output_at_a_time((p * (1 - p)).sqrt())
 
+    def hessian_product(self, out: Tensor, u: Tensor) -> Tensor:
+        p = out.sigmoid()
+        return p * (1 - p) * u
+
     def given(self, out: Tensor, y: Tensor) -> Tensor:
         return out.sigmoid() - _like_outputs(out, y)
 
@@ -115,6 +130,9 @@ class Gaussian(Likelihood):
 
     def enumerated(self, out: Tensor) -> Iterator[Tensor]:
         yield from _one_output_at_a_time(torch.ones_like(out))
+
+    def hessian_product(self, out: Tensor, u: Tensor) -> Tensor:
+        return u
 
     def given(self, out: Tensor, y: Tensor) -> Tensor:
         return out - _like_outputs(out, y)

@@ -60,5 +60,5 @@ def loss_after(preconditioner: Preconditioner, update: Update, lr: float, loss: 
     try:
         return float(loss())
     finally:
-        for p, kept in moved:
-            p.copy_(kept)
+        for parameter, kept in moved:
+            parameter.copy_(kept)

@@ -5,10 +5,16 @@ With the gradient g of the loss h and the exact Fisher F, the model of an update
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+
+from foof.likelihood import Likelihood
+from foof.optim.base import NeuronOptimizer
 
 
 @dataclass(frozen=True)
@@ -43,3 +49,108 @@ def minimise(curvature: Tensor, slope: Tensor) -> tuple[Tensor, float]:
 def reduction_ratio(before: float, after: float, predicted: float) -> float:
     """``ρ = (h(θ+δ) - h(θ)) / M(δ)``: 1 where the model predicts the loss's change exactly."""
     return (after - before) / predicted if predicted != 0 else float("nan")
+
+
+class QuadraticModelSteps(NeuronOptimizer):
+    """Steps ``δ = -αΔ + μδ₀`` by the quadratic model: Δ is the preconditioned gradient, δ₀ the previous step.
+
+    A subclass says what the Fisher is (``_fisher_in``); its preconditioner has ``params``, their raw gradients ``raw``, and λ.
+    """
+
+    adaptive: Adaptive | None = None
+    _coefficients: tuple[float, float] | None = None  # α and μ of the step being taken
+    _predicted = 0.0
+
+    @staticmethod
+    def check_adaptive(adaptive: Adaptive | bool, weight_decay: float, maximize: bool) -> Adaptive | None:
+        """The settings from what people write; True stands for all of it."""
+        settings = (Adaptive() if adaptive else None) if isinstance(adaptive, bool) else adaptive
+        if settings is not None and (weight_decay or maximize):
+            raise ValueError("the quadratic model of adaptive=... knows neither decay nor ascent: no weight_decay, no maximize.")
+        return settings
+
+    def _fisher_in(self, plane: list[Tensor]) -> Tensor:
+        """``(δ_iᵀ F δ_j)`` ``(2, 2)`` in float64 for two vectors, given as one ``(2, *p.shape)`` per parameter."""
+        raise NotImplementedError
+
+    def _update(self, group: dict[str, Any]) -> None:
+        if self.adaptive is None:
+            super()._update(group)
+            return
+        if group is self.param_groups[0]:  # one α and one μ for all groups
+            self._coefficients = self._model_step(group)
+        assert self._coefficients is not None
+        alpha, mu = self._coefficients
+        for p in group["params"]:
+            if p.grad is not None:
+                previous = self._momentum(p)
+                previous.mul_(mu).sub_(p.grad, alpha=alpha)
+                p.add_(previous)
+
+    def _model_step(self, group: dict[str, Any]) -> tuple[float, float]:
+        """(α, μ), and what the quadratic model expects of them: ``M(δ) = gᵀδ + ½ δᵀ(F + λI)δ``."""
+        settings, attached = self.adaptive, self.preconditioner
+        assert settings is not None
+        params: list[nn.Parameter] = attached.params  # type: ignore[attr-defined]
+        plane = [torch.stack([torch.zeros_like(p) if p.grad is None else -p.grad, self._momentum(p)]) for p in params]
+        C = self._fisher_in(plane)
+        slope = C.new_zeros(2)
+        damping = {id(p): each["damping"] for each in self.param_groups if each["kind"] == "neurons" for p in each["params"]}
+        for p, u, g in zip(params, plane, attached.raw, strict=True):  # type: ignore[attr-defined]
+            flat = u.flatten(1).double()
+            C = C + damping[id(p)] * (flat @ flat.mT)
+            slope = slope + flat @ g.flatten().double()
+        if settings.momentum:
+            c, self._predicted = minimise(C, slope)
+            return float(c[0]), float(c[1])
+        alpha, mu = group["lr"], group["momentum"]
+        if settings.step:
+            alpha, mu = float(minimise(C[:1, :1], slope[:1])[0]), 0.0
+        c = torch.tensor([alpha, mu], dtype=torch.float64, device=C.device)
+        self._predicted = float(slope @ c + 0.5 * c @ C @ c)
+        return alpha, mu
+
+    @property
+    def adaptation_due(self) -> bool:
+        """Is it time for ``adapt_damping``, after this step?"""
+        return self.adaptive is not None and self.adaptive.damping and self.preconditioner.schedule.t % self.adaptive.period == 0
+
+    def adapt_damping(self, before: float, after: float) -> float:
+        """Change λ by the reduction ratio ρ of the step just taken, from the loss on its batch before and after it. Returns ρ.
+
+        Does nothing to λ unless ``adaptation_due``.
+        """
+        if self.adaptive is None:
+            raise ValueError("adapt_damping is for adaptive=True.")
+        ratio = reduction_ratio(before, after, self._predicted)
+        if self.adaptation_due:
+            for group in self.param_groups:
+                if group["kind"] == "neurons":
+                    group["damping"] = self.adaptive.adapted(group["damping"], ratio)
+        return ratio
+
+
+def fisher_in(model: nn.Module, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], params: list[nn.Parameter],
+              plane: list[Tensor], likelihood: Likelihood) -> Tensor:  # fmt: skip
+    """``δ_iᵀ F δ_j = 1/N Σ_n (J_n δ_i)ᵀ H_n (J_n δ_j)`` ``(k, k)``, exactly, by one forward-mode pass per vector and batch.
+
+    ``batches``: arguments of the model. plane: ``(k, *p.shape)`` per parameter. Buffers stay as they are.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    values = {names[id(p)]: p.detach() for p in params}
+    others = {name: b.clone() for name, b in model.named_buffers()}
+    C, N = torch.zeros(len(plane[0]), len(plane[0]), dtype=torch.float64, device=params[0].device), 0
+    for args, kwargs in batches:
+
+        def outputs(weights: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs) -> Tensor:
+            return functional_call(model, {**others, **weights}, args, dict(kwargs))
+
+        tangents = []
+        for k in range(len(plane[0])):
+            direction = {names[id(p)]: u[k].to(p.dtype) for p, u in zip(params, plane, strict=True)}
+            out, tangent = jvp(outputs, (values,), (direction,))[:2]
+            tangents.append(tangent.detach())
+        images = [likelihood.hessian_product(out.detach(), t) for t in tangents]
+        C += torch.stack([t.flatten() for t in tangents]).double() @ torch.stack([i.flatten() for i in images]).double().mT
+        N += len(out)
+    return C / N

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from foof import distributed
 from foof.curvature import EigenFactor, InputFactor, KroneckerFactor, RescaledInputFactor, ScaledInputFactor, split_damping
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
-from foof.optim.base import NeuronOptimizer
+from foof.optim.adaptive import Adaptive, QuadraticModelSteps, fisher_in
 from foof.optim.preconditioner import Block, Damping, Preconditioner, gather_inputs, inputs_of
 from foof.tap import backward_pass_id, call_model
 
@@ -68,6 +69,7 @@ class KroneckerPreconditioner(Preconditioner):
     """
 
     moment_names = ("Sigma", "Sigma_E")
+    _adapts = False
 
     def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], ema: float, T: int, S: int | None,
                  exclude: Iterable[str], kind: type[AnyFactor], estimate: FisherEstimate, deferred: bool,
@@ -85,11 +87,17 @@ class KroneckerPreconditioner(Preconditioner):
         self.method = f"kfac ({kind.__name__})"
         self._pass: _Pass | None = None
         self._estimated = False  # since the last step
+        self.params = list({id(p): p for block in self.blocks for p in block.layer.parameters}.values())
+        self.raw: list[Tensor] = []  # the gradients before preconditioning, where something is to be adapted to them
+        self.batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # the model's arguments on this step, likewise
+        self._latest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     # --- the Fisher's backward passes -------------------------------------------------------------------------------------
 
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Estimate the Fisher at these outputs, if it is due, sharing the forward pass with the loss."""
+        if self._latest is not None:
+            self.batches.append(self._latest)
         if self.schedule.gathers() or any(block.factor is None for block in self.blocks):
             self.gather(out, y)
 
@@ -100,7 +108,8 @@ class KroneckerPreconditioner(Preconditioner):
         self._estimated = True
         weights = [block.layer.weight for block in self.blocks]
         errors = self.estimate.labels.errors(self.estimate.likelihood, out, y, self.generator)
-        for number, error in enumerate(errors):
+        first = next(errors, torch.zeros_like(out))  # a single class has no error at all
+        for number, error in enumerate(chain([first], errors)):
             with self._recording(_Pass(number == 0, len(out))):
                 torch.autograd.grad(out, weights, error.to(out.dtype), retain_graph=True, allow_unused=True)
 
@@ -142,6 +151,19 @@ class KroneckerPreconditioner(Preconditioner):
             out = call_model(self.model, inputs_of(batch))
             self.gather(getattr(out, "logits", out), labels)
 
+    def keep_for_adaptation(self) -> None:
+        """From now on, keep each step's raw gradients and the model's arguments."""
+        if any(block.shares_weight for block in self.blocks):
+            raise ValueError("adaptive=... needs raw gradients, which an embedding tied to a linear layer does not keep apart.")
+        self.deferred = True
+
+        def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                self._latest = args, kwargs
+
+        self._handles.append(self.model.register_forward_pre_hook(keep, with_kwargs=True))
+        self._adapts = True
+
     # --- factors and steps --------------------------------------------------------------------------------------------------
 
     def factor(self, block: Block, damping: Damping) -> AnyFactor:
@@ -159,7 +181,14 @@ class KroneckerPreconditioner(Preconditioner):
         rows = float("inf") if self.deferred else block.rows or layer.n
         return self.schedule.T * min(rows, layer.n), self.schedule.T * min(rows, layer.m)
 
+    @torch.no_grad()
+    def before_update(self) -> None:
+        if self._adapts:
+            self.raw = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.params]
+        super().before_update()
+
     def after_update(self) -> None:
+        self.raw, self.batches, self._latest = [], [], None
         if self.schedule.gathers() and not self._estimated:
             self._warn(
                 "KFAC's factors are due for data, but update_curvature(out) was not called before backward(): they stay as they are.",
@@ -171,6 +200,7 @@ class KroneckerPreconditioner(Preconditioner):
     def discard(self) -> None:
         """As FOOF's, but ``zero_grad()`` between ``update_curvature`` and ``backward()`` throws no gradient of this step away."""
         if any(block.reached for block in self.blocks):
+            self.batches = []
             self.clear()
 
     def explain_unseen(self, block: Block) -> str:
@@ -246,7 +276,7 @@ def _raw(block: Block) -> Tensor:
     return block.layer.join(weight, bias)
 
 
-class KFAC(NeuronOptimizer):
+class KFAC(QuadraticModelSteps):
     """``W ← W - lr · (Σ_E + λ_E I)⁻¹ Eᵀ A (Σ + λ_A I)⁻¹`` for every covered layer (Eq. 2), a ``torch.optim.Optimizer``.
 
     >>> out = model(x)
@@ -275,6 +305,9 @@ class KFAC(NeuronOptimizer):
         rows: ``"mean"``, or ``"sum"``: Σ_E is R times as large, as in the paper's convolutions.
         second_factor: ``"keep"``, or an ablation of Appendix D.9, FOOF with KFAC's λ_A: ``"drop-scaled"`` times λ_E⁻¹ = λ_A/λ,
             ``"drop-rescaled"`` rescaled to the norm of each layer's KFAC update.
+        adaptive: an ``Adaptive``, or True for all of it: damping, step size and momentum of Martens & Grosse (2015), from exact
+            Fisher-vector products on each step's batch; lr and momentum are then not used. Call ``update_curvature`` on every
+            step, and for the damping ``adapt_damping(loss_before, loss_after)`` after steps where ``adaptation_due``.
         deferred: leave gradients raw until ``step()``, so that ``opt.updates(...)`` can tell what other updates would have been.
         generator: a seed or ``torch.Generator`` for sampled labels; by default one seeded as torch is.
     """
@@ -283,7 +316,7 @@ class KFAC(NeuronOptimizer):
 
     def __init__(self, model: nn.Module, lr: float = 0.003, damping: float = 0.01, *, damping_mode: str = "heuristic",
                  fisher: str = "mc", samples: int = 1, likelihood: str | Likelihood = "categorical", datapoints: int | None = None,
-                 rows: str = "mean", second_factor: str = "keep", deferred: bool = False,
+                 rows: str = "mean", second_factor: str = "keep", adaptive: Adaptive | bool = False, deferred: bool = False,
                  generator: torch.Generator | int | None = None, momentum: float = 0.0, weight_decay: float = 0.0,
                  ema: float = 0.95, T: int = 100, S: int | None = None, rest: str | Mapping[str, Any] = "adamw",
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
@@ -291,6 +324,7 @@ class KFAC(NeuronOptimizer):
         kind, estimate = factor_named(damping_mode, second_factor), fisher_estimate(fisher, samples, likelihood, datapoints, rows)
         for options in ({"damping": damping}, *groups):
             absolute(Damping(options.get("damping", damping), options.get("relative", False)))
+        self.adaptive = self.check_adaptive(adaptive, weight_decay, maximize)
         defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
             model, defaults, groups, rest, maximize,
@@ -298,6 +332,18 @@ class KFAC(NeuronOptimizer):
                 model, damping_of, ema, T, S, exclude, kind, estimate, deferred, generator, process_group
             ),
         )  # fmt: skip
+        if self.adaptive is not None:
+            try:
+                self.preconditioner.keep_for_adaptation()
+            except ValueError:
+                self.remove()
+                raise
+
+    def _fisher_in(self, plane: list[Tensor]) -> Tensor:
+        attached = self.preconditioner
+        if not attached.batches:
+            raise RuntimeError("adaptive=... needs update_curvature(out) on every step: the quadratic model is of this step's batch.")
+        return fisher_in(attached.model, attached.batches, attached.params, plane, attached.estimate.likelihood)
 
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Call between the forward pass and ``backward()`` with the model's outputs (and labels, for the empirical Fisher).

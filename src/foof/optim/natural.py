@@ -14,8 +14,7 @@ from foof.gradients import Call
 from foof.gram import GramOperator, Precision
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
-from foof.optim.adaptive import Adaptive, minimise, reduction_ratio
-from foof.optim.base import NeuronOptimizer
+from foof.optim.adaptive import Adaptive, QuadraticModelSteps
 from foof.optim.kfac import make_generator
 from foof.optim.preconditioner import Block, Damping, Preconditioner
 from foof.recording import Recorder, check_output, record
@@ -184,7 +183,7 @@ def number(damping: Damping) -> float:
     return float(damping.value)
 
 
-class NaturalGradient(NeuronOptimizer):
+class NaturalGradient(QuadraticModelSteps):
     """``θ ← θ - lr · (F + λI)⁻¹ g`` with the exact subsampled Fisher F over all covered layers at once, by Woodbury's identity.
 
     >>> opt = foof.NaturalGradient(model, lr=1e-3, damping=1e-2, T=1)
@@ -225,17 +224,13 @@ class NaturalGradient(NeuronOptimizer):
         settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), blocks == "layer", dtype, batch_size)
         for options in ({"damping": damping}, *groups):
             number(Damping(options.get("damping", damping), options.get("relative", False)))
-        self.adaptive = (Adaptive() if adaptive else None) if isinstance(adaptive, bool) else adaptive
-        if self.adaptive is not None and (weight_decay or maximize):
-            raise ValueError("the quadratic model of adaptive=... knows neither decay nor ascent: no weight_decay, no maximize.")
+        self.adaptive = self.check_adaptive(adaptive, weight_decay, maximize)
         defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
             model, defaults, groups, rest, maximize,
             lambda damping_of: NaturalPreconditioner(model, damping_of, T, exclude, settings, generator),
         )  # fmt: skip
         self.preconditioner.keeps_raw = self.adaptive is not None
-        self._coefficients: tuple[float, float] | None = None  # α and μ of the step being taken
-        self._predicted = 0.0
 
     @property
     def curvature_due(self) -> bool:
@@ -249,63 +244,9 @@ class NaturalGradient(NeuronOptimizer):
         """
         self.preconditioner.update_curvature(out, y, inputs)
 
-    # --- adaptive: Appendix A -----------------------------------------------------------------------------------------------
-
-    def _update(self, group: dict[str, Any]) -> None:
-        if self.adaptive is None:
-            super()._update(group)
-            return
-        if group is self.param_groups[0]:  # one α and one μ for all groups
-            self._coefficients = self._model_step(group)
-        assert self._coefficients is not None
-        alpha, mu = self._coefficients
-        for p in group["params"]:
-            if p.grad is not None:
-                previous = self._momentum(p)
-                previous.mul_(mu).sub_(p.grad, alpha=alpha)  # δ = μ δ₀ - α Δ
-                p.add_(previous)
-
-    def _model_step(self, group: dict[str, Any]) -> tuple[float, float]:
-        """(α, μ), and what the quadratic model expects of them: ``M(δ) = gᵀδ + ½ δᵀ(F + λI)δ`` for ``δ = -αΔ + μδ₀``."""
-        natural, settings = self.preconditioner, self.adaptive
-        operator = natural.operator
-        assert settings is not None
+    def _fisher_in(self, plane: list[Tensor]) -> Tensor:
+        """``tᵢᵀ tⱼ`` with ``t = Gᵀδ``, for the F of the update itself."""
+        operator = self.preconditioner.operator
         assert operator is not None
-        moved = [torch.zeros_like(p) if p.grad is None else -p.grad for p in natural.params]
-        plane = [torch.stack([d, self._momentum(p)]).to(operator.dtype) for d, p in zip(moved, natural.params, strict=True)]
-        damping = natural.precision().values
-        projected = [operator.project(part, plane).double() for part in operator.parts]
-        C = sum((t.mT @ t for t in projected), torch.zeros(2, 2, dtype=torch.float64, device=operator.device))
-        slope = torch.zeros(2, dtype=torch.float64, device=operator.device)
-        for u, g, weight in zip(plane, natural.raw, damping, strict=True):
-            flat = u.flatten(1).double()
-            C = C + weight * (flat @ flat.mT)
-            slope = slope + flat @ g.flatten().double()
-        if settings.momentum:
-            c, self._predicted = minimise(C, slope)
-            return float(c[0]), float(c[1])
-        alpha, mu = group["lr"], group["momentum"]
-        if settings.step:
-            alpha, mu = float(minimise(C[:1, :1], slope[:1])[0]), 0.0
-        c = torch.tensor([alpha, mu], dtype=torch.float64, device=C.device)
-        self._predicted = float(slope @ c + 0.5 * c @ C @ c)
-        return alpha, mu
-
-    @property
-    def adaptation_due(self) -> bool:
-        """Is it time for ``adapt_damping``, after this step?"""
-        return self.adaptive is not None and self.adaptive.damping and self.preconditioner.schedule.t % self.adaptive.period == 0
-
-    def adapt_damping(self, before: float, after: float) -> float:
-        """Change λ by the reduction ratio ρ of the step just taken, from the loss on its batch before and after it. Returns ρ.
-
-        Does nothing to λ unless ``adaptation_due``.
-        """
-        if self.adaptive is None:
-            raise ValueError("adapt_damping is for adaptive=True.")
-        ratio = reduction_ratio(before, after, self._predicted)
-        if self.adaptation_due:
-            for group in self.param_groups:
-                if group["kind"] == "neurons":
-                    group["damping"] = self.adaptive.adapted(group["damping"], ratio)
-        return ratio
+        projected = [operator.project(part, [u.to(operator.dtype) for u in plane]).double() for part in operator.parts]
+        return sum((t.mT @ t for t in projected), torch.zeros(2, 2, dtype=torch.float64, device=operator.device))
