@@ -41,6 +41,7 @@ study.data
 study.models
 study.setting
 study.methods
+study.measuring
 study.run
 study.store
 study.sweep

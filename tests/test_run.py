@@ -19,6 +19,9 @@ EACH = {
     "adam": TINY.but(optimizer="adam", lr=1e-3),
     "foof": TINY.but(optimizer="foof", lr=0.3, damping=1.0, options=(("T", 2), ("initialise", 3))),
     "kfac": TINY.but(optimizer="kfac", lr=0.1, damping=1.0, options=(("T", 2), ("initialise", 3))),
+    "natural": TINY.but(optimizer="natural", lr=0.01, damping=0.1, options=(("fisher_batch", 20), ("T", 2))),
+    "kfac-transposed": TINY.but(optimizer="kfac-transposed", lr=0.1, damping=1.0, options=(("T", 2), ("initialise", 3))),
+    "foof-per-datapoint": TINY.but(optimizer="foof-per-datapoint", lr=1.0, damping=1.0),
 }
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import foof
+from foof.curvature import EigenFactor
+from foof.layers import Layer, covered_layers
 from foof.study.setting import Setting
+from foof.tap import Tap
 
-STUDY_OPTIONS = ("initialise",)  # options that the run itself reads; all others go to the optimizer
+# Options that the run itself reads; all others go to the optimizer.
+#   initialise: batches of statistics before training; measure_every: steps between measurements (default: log_every)
+#   same_batch: natural gradients take their Fisher from the gradient's batch; fisher_batch: D, else the batch size
+STUDY_OPTIONS = ("initialise", "measure_every", "same_batch", "fisher_batch")
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class Method:
     title: str
     build: Callable[[nn.Module, Setting], torch.optim.Optimizer]
     damped: bool = False
+    initialised: bool = False  # does it want statistics of some batches before training?
 
 
 def _options(setting: Setting) -> dict:
@@ -44,11 +51,58 @@ def _neurons(name: str) -> Callable[[nn.Module, Setting], torch.optim.Optimizer]
     return build
 
 
+class TransposedEigenFactor(EigenFactor):
+    """A counter-example: `U_Eᵀ [(U_E Eᵀ A U_A) / (s_E s_Aᵀ + λ)] U_Aᵀ`, the paper's released code for its standard damping.
+
+    It rotates with U_E where U_Eᵀ belongs, so it solves no damped system; see `tests/oracle.py`. The study alone has it, to
+    reproduce Figs. 3A and 3B as published beside the damping of Eq. (3).
+    """
+
+    def left(self, X: Tensor) -> Tensor:
+        return X.to(self.U_E.dtype) @ self.U_E.mT
+
+    def finish(self, G: Tensor) -> Tensor:
+        G = self.U_E.mT @ (G / (self.s_E.unsqueeze(-1) * self.s_A.unsqueeze(-2) + self.damping))
+        return G if self.U_A is None else G @ self.U_A.mT
+
+
+def _kfac_transposed(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    optimizer = foof.KFAC(model, setting.lr, setting.damping, damping_mode="standard", **_options(setting))  # type: ignore[arg-type]
+    optimizer.preconditioner.kind = TransposedEigenFactor
+    return optimizer
+
+
+class PerDatapointFOOF(torch.optim.SGD):
+    """Appendix E: FOOF on each datapoint alone, the updates averaged: SGD on gradients that taps have so changed."""
+
+    def __init__(self, model: nn.Module, lr: float, damping: float) -> None:
+        super().__init__(model.parameters(), lr=lr)
+        self.damping = damping
+        self.taps = [Tap(layer, self) for layer in _layers(model)]
+
+    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor:
+        """`1/N Σ_i E_iᵀ A_i (A_iᵀ A_i + λI)⁻¹`; e comes from a mean over the batch, so it is N times too small."""
+        rows = layer.error_rows(e)
+        return foof.per_datapoint_gradient(layer.input_rows(x).to(e.dtype), rows * len(rows), self.damping)
+
+
+def _layers(model: nn.Module) -> Iterable[Layer]:
+    return covered_layers(model)[0]
+
+
+def _per_datapoint(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    assert isinstance(setting.damping, float)
+    return PerDatapointFOOF(model, setting.lr, setting.damping)
+
+
 METHODS: dict[str, Method] = {
     "sgd": Method("SGD", _sgd),
     "adam": Method("Adam", _adam),
-    "foof": Method("FOOF", _neurons("FOOF"), damped=True),
-    "kfac": Method("KFAC", _neurons("KFAC"), damped=True),
+    "foof": Method("FOOF", _neurons("FOOF"), damped=True, initialised=True),
+    "kfac": Method("KFAC", _neurons("KFAC"), damped=True, initialised=True),
+    "natural": Method("Natural gradient", _neurons("NaturalGradient"), damped=True),
+    "kfac-transposed": Method("KFAC, standard damping as released", _kfac_transposed, damped=True, initialised=True),
+    "foof-per-datapoint": Method("FOOF per datapoint", _per_datapoint, damped=True),
 }
 
 
@@ -65,4 +119,8 @@ def method(setting: Setting) -> Method:
 def title(setting: Setting) -> str:
     """What to call a setting's method in a legend."""
     found = METHODS[setting.optimizer].title if setting.optimizer in METHODS else setting.optimizer
+    if setting.optimizer == "kfac" and setting.option("damping_mode") == "standard":
+        return "KFAC, standard damping"
+    if setting.optimizer == "kfac" and str(setting.option("second_factor", "")).startswith("drop"):
+        return "FOOF with KFAC's λ_A"
     return f"{found} + momentum" if setting.optimizer == "sgd" and setting.option("momentum") else found

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from foof import KFAC, NaturalGradient
 from foof.study import data, models
 from foof.study.data import Data
+from foof.study.measuring import AFTER, BEFORE, Moment, needs_raw_gradients
 from foof.study.methods import method
 from foof.study.setting import Record, Setting, Value
 
@@ -35,27 +37,10 @@ INITIAL_BATCHES = 50  # Appendix K: statistics of 50 mini-batches before trainin
 
 
 @dataclass
-class Progress:
-    """A step that has just been made, for the functions in `MEASURES` to look at."""
-
-    model: nn.Module
-    batch: Batch
-    loss: float  # of the batch, before the step
-
-
-def _progress(step: Progress) -> float:
-    """How far one update brought the loss of its own batch down."""
-    with torch.no_grad():
-        return step.loss - cross_entropy(step.model(step.batch[0]), step.batch[1]).item()
-
-
-MEASURES: dict[str, Callable[[Progress], float]] = {"progress": _progress}
-
-
-@dataclass
 class _Log:
     series: dict[str, list[float]]
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # the same, without the time other processes had the core
     diverged: bool = False
 
 
@@ -102,6 +87,8 @@ def run(setting: Setting, watch: Watch | None = None, threads: int = 1) -> Recor
     cost = {
         "seconds": time.perf_counter() - start,
         "seconds_per_step": statistics.median(log.seconds) if log.seconds else math.nan,
+        # the mean, so that inversions on every T-th step count; of this thread alone, so that a busy machine does not
+        "cpu_per_step": statistics.fmean(log.cpu) if log.cpu else math.nan,
         # of the whole process: a worker that ran something larger before keeps that peak
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 2**20),
     }
@@ -115,49 +102,92 @@ def _train(model: nn.Module, train: Data, setting: Setting, watch: Watch | None)
     """The training loop; points are logged at steps 1, 1 + log_every, ... with the loss before the update."""
     optimizer = method(setting).build(model, setting)
     order = batches(train, setting.batch_size, torch.Generator().manual_seed(setting.seed + 1))
-    log = _Log({name: [] for name in ("step", "loss", *setting.measure)})
+    extra = batches(train, setting.batch_size, torch.Generator().manual_seed(setting.seed + 2))
+    loop = _Loop(model, optimizer, setting, batches(train, _fisher_batch(setting), torch.Generator().manual_seed(setting.seed + 3)))
     try:
-        if hasattr(optimizer, "initialise"):
-            first = batches(train, setting.batch_size, torch.Generator().manual_seed(setting.seed + 2))
+        if method(setting).initialised:
             count = INITIAL_BATCHES if setting.batch_size else 1  # every full batch is the same
-            optimizer.initialise(islice(first, setting.option("initialise", count)))
+            optimizer.initialise(islice(extra, setting.option("initialise", count)))  # type: ignore[attr-defined]
         for step, batch in enumerate(islice(order, setting.steps), 1):
-            begun = time.perf_counter()
-            loss = _step(model, optimizer, batch)
-            log.seconds.append(time.perf_counter() - begun)
-            if not math.isfinite(loss):
-                log.diverged = True
-            if log.diverged or (step - 1) % setting.log_every == 0:
-                _note(log, step, Progress(model, batch, loss), setting.measure, watch)
-            if log.diverged:
+            loop.step(step, batch)
+            if watch and (step - 1) % setting.log_every == 0:
+                watch(step, loop.loss)
+            if loop.log.diverged:
                 break
     except (LinAlgError, ArithmeticError):  # the weights grew until a factor could not be inverted
-        log.diverged = True
-    return log
+        loop.log.diverged = True
+    return loop.log
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One update; returns the loss before it. A loss that is not finite ends the run, so nothing is made of it."""
-    x, y = batch
-    out = model(x)
-    loss = cross_entropy(out, y)
-    if not torch.isfinite(loss):
-        return loss.item()
-    if hasattr(optimizer, "update_curvature"):
-        optimizer.update_curvature(out)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+def _fisher_batch(setting: Setting) -> int | None:
+    return setting.option("fisher_batch", setting.batch_size)
 
 
-def _note(log: _Log, step: int, made: Progress, measure: tuple[str, ...], watch: Watch | None) -> None:
-    log.series["step"].append(step)
-    log.series["loss"].append(made.loss)
-    for name in measure:
-        log.series[name].append(MEASURES[name](made))
-    if watch:
-        watch(step, made.loss)
+class _Loop:
+    """A run's state from step to step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, fisher: Iterator[Batch]) -> None:
+        self.model, self.optimizer, self.setting, self.fisher = model, optimizer, setting, fisher
+        measured = ("measured_at", *setting.measure) if setting.measure else ()
+        self.log = _Log({name: [] for name in ("step", "loss", *measured)})
+        self.loss = math.nan
+        self.every = setting.option("measure_every", setting.log_every)
+
+    def step(self, number: int, batch: Batch) -> None:
+        """One update, and what is to be logged of it. A loss that is not finite ends the run: nothing is made of it."""
+        log, measures = self.log, bool(self.setting.measure) and (number - 1) % self.every == 0
+        begun, begun_cpu = time.perf_counter(), time.thread_time()
+        out = self.model(batch[0])
+        loss = cross_entropy(out, batch[1])
+        self.loss = loss.item()
+        log.diverged = not math.isfinite(self.loss)
+        if log.diverged or (number - 1) % self.setting.log_every == 0:
+            log.series["step"].append(number)
+            log.series["loss"].append(self.loss)
+        if log.diverged:
+            return
+        with _raw_gradients(self.optimizer, measures and needs_raw_gradients(self.setting.measure)):
+            self._estimate_fisher(out)
+            loss.backward()
+            moment = Moment(self.model, self.optimizer, batch, self.loss)
+            if measures:
+                self._measure(BEFORE, moment, number)
+            self.optimizer.step()
+        log.seconds.append(time.perf_counter() - begun)
+        log.cpu.append(time.thread_time() - begun_cpu)
+        if measures:
+            self._measure(AFTER, moment, None)
+        self.optimizer.zero_grad()
+
+    def _estimate_fisher(self, out: Tensor) -> None:
+        """Natural gradients take a batch of their own (Appendix I.5), unless told otherwise; KFAC this step's outputs."""
+        if not isinstance(self.optimizer, NaturalGradient):
+            if hasattr(self.optimizer, "update_curvature"):
+                self.optimizer.update_curvature(out)
+        elif self.setting.option("same_batch") or self.setting.batch_size is None:
+            self.optimizer.update_curvature(out)
+        elif self.optimizer.curvature_due:
+            self.optimizer.update_curvature(inputs=next(self.fisher)[0])
+
+    def _measure(self, table: Mapping[str, Callable[[Moment], float]], moment: Moment, number: int | None) -> None:
+        if number is not None:
+            self.log.series["measured_at"].append(number)
+        for name in self.setting.measure:
+            if name in table:
+                self.log.series[name].append(table[name](moment))
+
+
+@contextmanager
+def _raw_gradients(optimizer: torch.optim.Optimizer, wanted: bool) -> Iterator[None]:
+    """Have KFAC leave gradients as they are until the update, for this step: measurements start from them."""
+    if not (wanted and isinstance(optimizer, KFAC)):
+        yield
+        return
+    before, optimizer.preconditioner.deferred = optimizer.preconditioner.deferred, True
+    try:
+        yield
+    finally:
+        optimizer.preconditioner.deferred = before
 
 
 def _final(model: nn.Module, train: Data, log: _Log) -> dict[str, float]:
