@@ -6,11 +6,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import foof
 from cases import cnn, mlp
 from foof import measures
-from foof.likelihood import likelihood_named
+from foof.likelihood import Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, fisher_in
 from oracle import full_fisher, kfac_heuristic, relative_error
 
@@ -223,6 +224,44 @@ def test_tied_embedding_and_head():
     assert torch.isfinite(model.head.weight).all()
 
 
+def test_activation_checkpointing_changes_nothing():
+    class Net(nn.Module):
+        def __init__(self, checkpointed):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.body, self.last, self.checkpointed = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3), checkpointed
+
+        def forward(self, x):
+            h = self.first(x).tanh()
+            body = checkpoint(self.body, h, use_reentrant=False) if self.checkpointed else self.body(h)
+            return self.last(body.tanh())
+
+    ends = []
+    for checkpointed in (False, True):
+        model = Net(checkpointed)
+        opt = foof.KFAC(model, lr=0.1, damping=0.1, T=2, generator=0)
+        train(model, opt, 5)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_under_autocast_are_float32(dtype):
+    model = net()
+    opt = foof.KFAC(model, lr=0.1, damping=0.1, T=2)
+    for t in range(3):
+        x, y = batch(t)
+        opt.zero_grad()
+        with torch.autocast("cpu", dtype):
+            out = model(x)
+            opt.update_curvature(out)
+            loss = nn.functional.cross_entropy(out, y)
+        loss.backward()
+        opt.step()
+    assert all(value.dtype == torch.float32 and torch.isfinite(value).all() for value in averages(opt))
+    assert torch.isfinite(flat(model)).all()
+
+
 # --- ablations ------------------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +384,15 @@ def test_fisher_of_a_plane_by_forward_mode_is_the_dense_one(likelihood):
     ours = fisher_in(model, [((x[:2],), {}), ((x[2:],), {})], params, plane, likelihood_named(likelihood))
     assert relative_error(ours, flat_plane @ F @ flat_plane.T) < 1e-10
     assert opt is not None
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+@pytest.mark.parametrize("shape", [(5, 4), (3, 2, 4)])
+def test_products_with_the_output_hessian_are_those_of_its_root(likelihood, shape):
+    torch.manual_seed(0)
+    out, u = torch.randn(shape).double(), torch.randn(shape).double()
+    known = likelihood_named(likelihood)
+    assert relative_error(known.hessian_product(out, u), Likelihood.hessian_product(known, out, u)) < 1e-12
 
 
 def test_adaptive_step_and_momentum_minimise_the_quadratic_model():
