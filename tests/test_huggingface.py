@@ -1,0 +1,46 @@
+"""The same GPT-2 with the Hugging Face Trainer and with Accelerate: resumed runs end with the weights of uninterrupted ones."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import huggingface_gpt2
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def steps():
+    """Steps taken by all optimizers so far: so that a resumed run cannot have started over."""
+    count = [0]
+    handle = register_optimizer_step_post_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+    yield lambda: count[0]
+    handle.remove()
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", ["foof", "adamw", "muon"])
+def test_trainer_resumed_equals_uninterrupted(name, tmp_path, steps):
+    straight = huggingface_gpt2.main(name, steps=15)
+    all_steps = steps()
+    huggingface_gpt2.main(name, steps=15, folder=str(tmp_path), stop=10)
+    resumed = huggingface_gpt2.main(name, steps=15, folder=str(tmp_path), resume=True)
+    assert steps() == 2 * all_steps
+    assert torch.equal(flat(resumed), flat(straight))
+
+
+@pytest.mark.parametrize("name", ["foof", "adamw"])
+def test_accelerate_resumed_equals_uninterrupted(name, tmp_path, steps):
+    straight = huggingface_gpt2.with_accelerate(name, steps=10)
+    all_steps = steps()
+    huggingface_gpt2.with_accelerate(name, steps=5, folder=str(tmp_path))
+    resumed = huggingface_gpt2.with_accelerate(name, steps=10, folder=str(tmp_path), resume=True, start=5)
+    assert steps() == 2 * all_steps
+    assert torch.equal(flat(resumed), flat(straight))
