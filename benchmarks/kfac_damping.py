@@ -1,7 +1,7 @@
-"""KFAC's dampings on Fashion-MNIST (Fig. 3A), 1,800 steps: ``python benchmarks/kfac_damping.py NAME[:LR:DAMPING] ... [--seeds 3]``.
+"""KFAC's dampings on Fashion-MNIST (Fig. 3A), 1,800 steps: ``python benchmarks/kfac_damping.py NAME[:LR:DAMPING] ... [--seeds 0 1 2] [--T 100]``.
 
-MLP 784-1000-1000-1000-10 without biases, batch 100, the paper's preprocessing, T = 10 with data on every step, factors initialised
-from 11 batches. LR and DAMPING in the paper's scale, which at batch B is B times the library's. NAME is one of
+MLP 784-1000-1000-1000-10 without biases, batch 100, the paper's preprocessing, factors inverted every T (10) steps from data of
+the 10 steps before, initialised from 11 batches. LR and DAMPING in the paper's scale, which at batch B is B times the library's. NAME is one of
 
 - ``heuristic``: Eq. (4), at the paper's (0.3, 1);
 - ``standard``: Eq. (3), solved exactly;
@@ -15,6 +15,7 @@ Each run is added to ``benchmarks/kfac_damping.json``; ``--table`` prints that a
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import statistics
@@ -31,7 +32,7 @@ from foof.curvature import EigenFactor
 from foof.optim import kfac
 from foof.study.data import load
 
-STEPS, BATCH, T = 1800, 100, 10
+STEPS, BATCH = 1800, 100
 RESULTS = Path(__file__).with_suffix(".json")
 PUBLISHED = {"heuristic": (0.3, 1.0), "transposed": (0.1, 1.0), "standard": (0.03, 0.1), "foof": (30.0, 100.0), "sgd": (0.01, 0.0),
              "drop-scaled": (0.3, 1.0), "drop-rescaled": (0.3, 1.0)}  # fmt: skip
@@ -51,23 +52,23 @@ class Transposed(EigenFactor):
 kfac.FACTORS["transposed", "keep"] = Transposed
 
 
-def make(name: str, lr: float, damping: float, model: nn.Module, seed: int) -> torch.optim.Optimizer:
+def make(name: str, lr: float, damping: float, T: int, model: nn.Module, seed: int) -> torch.optim.Optimizer:
     """The optimizer, from the paper's lr and λ."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    scaled: dict[str, Any] = {"lr": lr / BATCH, "damping": damping / BATCH, "T": T, "S": T}
+    scaled: dict[str, Any] = {"lr": lr / BATCH, "damping": damping / BATCH, "T": T}
     if name == "foof":
         return foof.FOOF(model, **scaled)
     mode, second = ("heuristic", name) if name.startswith("drop") else (name, "keep")
     return foof.KFAC(model, damping_mode=mode, second_factor=second, generator=seed, **scaled)
 
 
-def train(name: str, lr: float, damping: float, seed: int, images: Tensor, labels: Tensor) -> dict[str, Any]:
+def train(name: str, lr: float, damping: float, T: int, seed: int, images: Tensor, labels: Tensor) -> dict[str, Any]:
     """One run: the mean loss of the steps 800-900 and 1,700-1,800, and the settings it belongs to."""
     torch.manual_seed(seed)
     model = mlp()
     order = torch.Generator().manual_seed(seed + 1)
-    opt = make(name, lr, damping, model, seed)
+    opt = make(name, lr, damping, T, model, seed)
     if name != "sgd":
         opt.initialise([images[torch.randint(len(images), (BATCH,), generator=order)] for _ in range(11)])
     losses: list[float] = []
@@ -98,6 +99,13 @@ def foof_version() -> str:
 
 
 def record(run: dict[str, Any]) -> None:
+    """Add a run to the results, in place of an earlier one of the same setting; one process at a time."""
+    with RESULTS.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _record(run)
+
+
+def _record(run: dict[str, Any]) -> None:
     runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     same = ("name", "lr", "damping", "seed", "T")
     runs = [r for r in runs if any(r[k] != run[k] for k in same)] + [run]
@@ -107,13 +115,13 @@ def record(run: dict[str, Any]) -> None:
 
 def table() -> str:
     """Markdown: every setting with its mean and spread over seeds."""
-    found: dict[tuple[str, float, float], list[float]] = {}
+    found: dict[tuple[str, float, float, int], list[float]] = {}
     for run in json.loads(RESULTS.read_text()):
-        found.setdefault((run["name"], run["lr"], run["damping"]), []).append(run["loss_1700_1800"])
-    lines = ["| method | lr (paper's scale) | λ (paper's scale) | seeds | loss, steps 1,700-1,800 |", "|---|---|---|---|---|"]
-    for (name, lr, damping), ends in sorted(found.items()):
+        found.setdefault((run["name"], run["lr"], run["damping"], run["T"]), []).append(run["loss_1700_1800"])
+    lines = ["| method | lr (paper's scale) | λ (paper's scale) | T | seeds | loss, steps 1,700-1,800 |", "|---|---|---|---|---|---|"]
+    for (name, lr, damping, T), ends in sorted(found.items()):
         spread = f" ± {statistics.stdev(ends):.4f}" if len(ends) > 1 else ""
-        lines.append(f"| {name} | {lr:g} | {damping:g} | {len(ends)} | {statistics.mean(ends):.4f}{spread} |")
+        lines.append(f"| {name} | {lr:g} | {damping:g} | {T} | {len(ends)} | {statistics.mean(ends):.4f}{spread} |")
     return "\n".join(lines)
 
 
@@ -121,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="NAME[:LR:DAMPING]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--T", type=int, default=10)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if args.table:
@@ -132,7 +141,7 @@ def main() -> None:
         name, *numbers = text.split(":")
         lr, damping = map(float, numbers) if numbers else PUBLISHED[name]
         for seed in args.seeds:
-            run = train(name, lr, damping, seed, images, labels)
+            run = train(name, lr, damping, args.T, seed, images, labels)
             record(run)
             print(f"{name:<14} lr {lr:g} λ {damping:g} seed {seed}: {run['loss_1700_1800']:.4f} ({run['seconds']} s)", flush=True)
 
