@@ -281,18 +281,19 @@ def test_infinite_damping_is_the_gradient(mode):
         opt.remove()
 
 
-def test_the_released_codes_standard_damping_is_no_solution():
-    """It applies U_E where U_Eᵀ belongs (``eigh`` has eigenvectors in columns): tens of per cent off the dense solve; ours is not."""
+@pytest.mark.parametrize(("damping", "measured"), [(0.1, (0.154, 0.313, 0.256)), (0.01, (1.055, 1.884, 1.554))])
+def test_the_released_codes_standard_damping_is_no_solution(damping, measured):
+    """It applies U_E where U_Eᵀ belongs (``eigh`` has eigenvectors in columns). Relative error to the dense solve, layer by layer:
+    15 to 31 % at λ = 0.1, more than the update itself at λ = 0.01. Ours is the dense solve."""
     torch.manual_seed(0)
     model, x, y = mlp(10, 20, 20, 5, bias=False), torch.randn(50, 10), torch.randint(0, 5, (50,))
     nn.functional.cross_entropy(model(x), y).backward()
     raw = [p.grad.clone() for p in model.parameters()]
-    opt = foof.KFAC(model, damping_mode="standard", damping=1e-2, fisher="full")
+    opt = foof.KFAC(model, damping_mode="standard", damping=damping, fisher="full")
     opt.initialise([x])
-    errors = []
-    for G, block in zip(raw, opt.preconditioner.blocks, strict=True):
+    for G, block, error in zip(raw, opt.preconditioner.blocks, measured, strict=True):
         Sigma, Sigma_E = block.moments["Sigma"].value, block.moments["Sigma_E"].value
-        exact = kfac_standard(G, Sigma, Sigma_E, 1e-2)
+        exact = kfac_standard(G, Sigma, Sigma_E, damping)
         assert relative_error(block.factor.apply(G), exact) <= 1e-10
-        errors.append(relative_error(kfac_standard_transposed(G, Sigma, Sigma_E, 1e-2), exact))
-    assert min(errors) > 0.2, errors
+        transposed = kfac_standard_transposed(G, Sigma, Sigma_E, damping)
+        assert relative_error(transposed, exact) > error / 3  # it even depends on the signs LAPACK gives the eigenvectors
