@@ -46,9 +46,13 @@ study.run
 study.store
 study.sweep
 study.tune
+study.presets
+study.estimate
+study.runs
 study.toy
 study.verdict
 study.claims
+study.published
 study.figures
 study.svg
 study.experiments

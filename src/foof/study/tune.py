@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from foof.study.setting import Record, Setting
 
+Get = Callable[[Setting], Record | None]  # the record of a setting, if there is one
 RunAll = Callable[[Sequence[Setting]], list[Record]]  # settings to their records in order, e.g. a sweep with its store
 
 
@@ -45,6 +46,8 @@ class Search:
     """One method's own search: a base setting, a first grid, and how many seeds its winner gets.
 
     A single damping is a choice, not a grid: it is never extended. So is a single learning rate.
+    With a `centre` (lr, λ), all seeds are run there first: settings that a search before this one has found, as the paper's
+    own. They stand until the grid around them is complete.
     """
 
     base: Setting
@@ -53,10 +56,17 @@ class Search:
     damping_every: int = 2  # 10^(2i)
     extend: int = 3  # how often the grid may grow
     seeds: int = 3
+    centre: tuple[float, float | str | None] | None = None
+    urgency: int = 0  # of several searches, lower ones are run first
 
     @property
     def grid(self) -> list[Setting]:
         return [self.base.but(lr=lr, damping=damping) for damping in self.dampings for lr in self.lrs]
+
+    @property
+    def searched(self) -> bool:
+        """Whether its settings come from a search, here or in the paper."""
+        return len(self.grid) > 1 or self.centre is not None
 
     def around(self, best: Setting) -> Search:
         """This search with its grids extended where `best` lies on an edge; equal to it where there is nothing to extend."""
@@ -76,6 +86,16 @@ class Tuned:
     records: tuple[Record, ...]
     tried: tuple[Record, ...]
     on_edge: bool  # the best lies on an edge of the grid that was not extended further
+    searched: bool = True  # the settings come from a search, here or in the paper
+    grid_done: bool = True  # all of the grid has been run
+
+
+@dataclass(frozen=True)
+class Look:
+    """A search as far as records go: what is still to be run, and what is known already, if anything is."""
+
+    missing: tuple[Setting, ...]
+    tuned: Tuned | None
 
 
 def _grow(values: tuple, best: object, move: Callable[[float, int], float]) -> tuple:
@@ -87,31 +107,46 @@ def _grow(values: tuple, best: object, move: Callable[[float, int], float]) -> t
     return (*before, *values, *after)
 
 
+def look(search: Search, get: Get) -> Look:
+    """The protocol as a function of what is known: centre, grid (extended where its best lies on an edge), winner's seeds."""
+    if search.centre is not None:
+        lr, damping = search.centre
+        found = _seeds(search, search.base.but(lr=lr, damping=damping), get)
+        if found.missing:
+            return found
+    current, rounds = search, 0
+    while True:
+        tried = [record for setting in current.grid if (record := get(setting))]
+        if missing := tuple(s for s in current.grid if get(s) is None):
+            known = found.tuned if search.centre is not None else None
+            return Look(missing, known and replace(known, tried=tuple(tried)))
+        wider = current.around(_best(tried))
+        if wider == current or rounds == search.extend:
+            break
+        current, rounds = wider, rounds + 1
+    found = _seeds(search, _best(tried), get)
+    done = found.tuned and replace(found.tuned, tried=tuple(tried), on_edge=wider != current, grid_done=True)
+    return Look(found.missing, done)
+
+
+def _seeds(search: Search, setting: Setting, get: Get) -> Look:
+    """All seeds of one setting."""
+    settings = [setting.but(seed=i) for i in range(search.seeds)]
+    there = tuple(record for s in settings if (record := get(s)))
+    tuned = Tuned(settings[0], there, there[:1], False, search.searched, grid_done=False) if there else None
+    return Look(tuple(s for s in settings if get(s) is None), tuned)
+
+
 def tune_all(searches: Mapping[str, Search], run_all: RunAll) -> dict[str, Tuned]:
-    """Run searches side by side, round by round: a grid that has its best on an edge grows, at most `extend` times."""
-    current = dict(searches)
-    tried: dict[str, list[Record]] = {}
-    rounds = dict.fromkeys(searches, 0)
-    open_ = list(searches)
-    while open_:
-        records = {r.setting: r for r in run_all([s for name in open_ for s in current[name].grid])}
-        still_open = []
-        for name in open_:
-            tried[name] = [records[s] for s in current[name].grid]
-            wider = current[name].around(_best(tried[name]))
-            if wider != current[name] and rounds[name] < searches[name].extend:
-                current[name], rounds[name] = wider, rounds[name] + 1
-                still_open.append(name)
-        open_ = still_open
-    winners = {name: [_best(tried[name]).but(seed=i) for i in range(searches[name].seeds)] for name in searches}
-    records = {r.setting: r for r in run_all([s for settings in winners.values() for s in settings])}
-    return {
-        name: Tuned(
-            settings[0], tuple(records[s] for s in settings), tuple(tried[name]),
-            current[name].around(settings[0]) != current[name],
-        )
-        for name, settings in winners.items()
-    }
+    """Run searches side by side, round by round, until nothing is missing: urgent ones first, first seeds first."""
+    known: dict[Setting, Record] = {}
+    while True:
+        looks = {name: look(search, known.get) for name, search in searches.items()}
+        wanted = [(search.urgency, s.seed, s) for name, search in searches.items() for s in looks[name].missing]
+        if not wanted:
+            return {name: found.tuned for name, found in looks.items() if found.tuned}
+        wanted.sort(key=lambda job: job[:2])
+        known |= {r.setting: r for r in run_all(list(dict.fromkeys(s for *_, s in wanted)))}
 
 
 def _best(records: Sequence[Record]) -> Setting:

@@ -1,0 +1,61 @@
+"""How large the study is, and what a method's search looks like at that size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foof.study.setting import Setting
+from foof.study.tune import Search, lr_at, lr_index
+
+Pair = tuple[float, float | str | None]  # learning rate, λ
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How large the study is."""
+
+    name: str
+    about: str
+    base: Setting
+    seeds: int
+    fine: bool  # whole grids of learning rates; otherwise one value
+    images: int  # of figures with full batches
+    full_steps: int  # their steps
+    early: int  # steps of Fig. 3
+    datasets: tuple[str, ...] = ("fashion-mnist",)
+    centred: bool = False  # all seeds at the paper's settings first, then a grid of one seed around them
+
+
+PRESETS: dict[str, Preset] = {
+    "smoke": Preset(
+        "smoke", "seconds: tiny networks, to see that everything works",
+        Setting(train_size=400, hidden=(12,), batch_size=50, steps=12, log_every=2), seeds=2, fine=False,
+        images=30, full_steps=6, early=12,
+    ),
+    "quick": Preset(
+        "quick", "minutes: the paper's network at half its width on the embedded 6,000 images, 5 epochs",
+        Setting(hidden=(500, 500, 500), steps=300), seeds=3, fine=True, images=100, full_steps=100, early=300,
+    ),
+    "paper": Preset(
+        "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs, its own settings first",
+        Setting(source="full", steps=6000), seeds=3, fine=True, images=1000, full_steps=100, early=1800,
+        datasets=("fashion-mnist", "mnist"), centred=True,
+    ),
+}  # fmt: skip
+
+
+def search(preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1) -> Search:
+    """A method's search at this preset: around the paper's setting, or around one that suits the smaller study.
+
+    The paper's settings are given in the library's scale: (lr/B, λ/B) of its FOOF and KFAC at batch size B.
+    """
+    lr, damping = paper if preset.centred or quick is None else quick
+    lrs = tuple(lr_at(lr_index(lr) + i) for i in (-1, 0, 1)) if preset.fine else (lr,)
+    if preset.centred:
+        return Search(setting, lrs, (damping,), extend=0, seeds=preset.seeds, centre=(lr, damping), urgency=urgency)
+    return Search(setting, lrs, (damping,), extend=2, seeds=preset.seeds)
+
+
+def fixed(preset: Preset, setting: Setting, urgency: int = 1) -> Search:
+    """No search: for what does not depend on the learning rate, as time per step."""
+    return Search(setting, (setting.lr,), (setting.damping,), extend=0, seeds=1, urgency=urgency)
