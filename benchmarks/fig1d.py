@@ -24,20 +24,20 @@ RESULTS = Path(__file__).with_suffix(".json")
 PAPER = {"sgd+m": 0.01275, "natural-mc": 0.03596, "natural-full": 0.002798, "kfac": 4.58e-07}  # loss at update 99, figures.md
 
 
-def optimizer(method: str, model: torch.nn.Module, lr: float, damping: float, seed: int) -> Any:
+def optimizer(method: str, model: torch.nn.Module, lr: float, damping: float, seed: int, ema: float) -> Any:
     if method == "sgd+m":
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     if method == "kfac":
-        return foof.KFAC(model, lr=lr, damping=damping, ema=0.0, T=1, generator=seed)
+        return foof.KFAC(model, lr=lr, damping=damping, ema=ema, T=1, generator=seed)
     return foof.NaturalGradient(model, lr=lr, damping=damping, fisher=method.removeprefix("natural-"), generator=seed)
 
 
-def run(method: str, lr: float, damping: float, seed: int = 0, images: int = 1000, width: int = 1000, steps: int = 100) -> dict[str, Any]:
+def run(method: str, lr: float, damping: float, seed: int, images: int, width: int, steps: int, ema: float) -> dict[str, Any]:
     data, generator = load("fashion-mnist"), torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(data.train_x), generator=generator)[:images]
     x, y = data.train_x[chosen], data.train_y[chosen]
     model = mlp(784, [width] * 3, 10, generator)
-    opt = optimizer(method, model, lr, damping, seed)
+    opt = optimizer(method, model, lr, damping, seed, ema)
     losses, start = [], time.perf_counter()
     for step in range(steps + 1):
         out = model(x)
@@ -51,8 +51,8 @@ def run(method: str, lr: float, damping: float, seed: int = 0, images: int = 100
         opt.step()
         opt.zero_grad()
     seconds = (time.perf_counter() - start) / max(1, len(losses) - 1)
-    return {"method": method, "lr": lr, "damping": damping, "seed": seed, "images": images, "width": width, "steps": len(losses) - 1,
-            "seconds_per_step": round(seconds, 3), "loss": losses}  # fmt: skip
+    settings = {"method": method, "lr": lr, "damping": damping, "ema": ema, "seed": seed, "images": images, "width": width}
+    return {**settings, "steps": len(losses) - 1, "seconds_per_step": round(seconds, 3), "loss": losses}
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--width", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--ema", type=float, default=0.0, help="of KFAC's factors; 0: subsampled, the batch at hand alone")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dry", action="store_true", help="print, keep nothing")
     parser.add_argument("--table", action="store_true")
@@ -86,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     for damping in args.damping if args.method else []:
         for lr in args.lr:
-            record = run(args.method, lr * damping if args.ratio else lr, damping, args.seed, args.images, args.width, args.steps)
+            record = run(args.method, lr * damping if args.ratio else lr, damping, args.seed, args.images, args.width, args.steps, args.ema)
             losses = record["loss"]
             print(args.method, f"lr {record['lr']:g} λ {damping:g}", *(f"{losses[i]:.3g}" for i in range(0, len(losses), 10)),
                   f"end {losses[-1]:.3g} {record['seconds_per_step']} s/step", flush=True)  # fmt: skip
