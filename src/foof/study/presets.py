@@ -57,5 +57,6 @@ def search(preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = N
 
 
 def fixed(preset: Preset, setting: Setting, urgency: int = 1) -> Search:
-    """No search: for what does not depend on the learning rate, as time per step."""
-    return Search(setting, (setting.lr,), (setting.damping,), extend=0, seeds=1, urgency=urgency)
+    """A given setting, one run: for what does not depend on the learning rate, as time per step."""
+    centre = (setting.lr, setting.damping)
+    return Search(setting, (setting.lr,), (setting.damping,), extend=0, seeds=1, centre=centre, urgency=urgency)

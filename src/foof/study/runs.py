@@ -17,13 +17,19 @@ MOMENTUM = (("momentum", 0.9),)
 EVERY_TEN = (("T", 10), ("S", 10))  # inverted every ten steps, statistics from all of them
 SGD, ADAM, KFAC, NATURAL, FOOF = "SGD + momentum", "Adam", "KFAC", "Natural gradient", "FOOF"
 STANDARD, RELEASED = "KFAC, standard damping", "KFAC, standard damping as released"
+NATURAL_FULL, NATURAL_MC = "Natural gradient, full Fisher", "Natural gradient, MC Fisher"
+BY_LAYER, BY_LAYER_FULL, BY_LAYER_MC = (f"Natural gradient, by layer{of}" for of in ("", ", full Fisher", ", MC Fisher"))
+KFAC_ONE_BATCH, PER_DATAPOINT = "KFAC, subsampled", "FOOF per datapoint"
+FOOF_10, FOOF_BAYESIAN = "FOOF, T = 10", "FOOF, Bayesian λ"
+FOOF_EMA, FOOF_S, FOOF_MORE, FOOF_LESS = "FOOF, m = 0.999", "FOOF, S = 10", "FOOF, λ × 100", "FOOF, λ / 100"
+LARGER, LARGEST = "Natural gradient, larger D", "Natural gradient, largest D"
 DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's scale
 TS = (1, 10, 100)
 
 NOTES = {
     "fig1a": "KFAC inverts every 10 steps instead of every step.",
     "fig1b": "Subsampled KFAC takes a new batch and inverts every 10 steps instead of every step.",
-    "fig1c": "The larger Fishers are renewed every 10 steps instead of every step.",
+    "fig1c": "D is 1,000 and 4,000 (quick: 400 and 800); these Fishers are renewed every 10 steps instead of every step.",
     "fig3a": "KFAC inverts every 10 steps instead of every step. The paper gives no setting for its standard damping without the "
     "transposition: ours come from a small search of their own.",
     "fig3b": "Measured every 50 steps; KFAC inverts every 10.",
@@ -66,28 +72,25 @@ def fig1a(p: Preset, d: str) -> Runs:
 
 def fig1b(p: Preset, d: str) -> Runs:
     subsampled = base(p, d).but(optimizer="kfac", options=(("T", 10), ("S", 1), ("ema", 0.0)))
-    return {"KFAC, subsampled": search(p, subsampled, (3e-3, 1e-2), (3e-3, 1e-2)), NATURAL: _natural(p, d)}
+    return {KFAC_ONE_BATCH: search(p, subsampled, (3e-3, 1e-2), (3e-3, 1e-2)), NATURAL: _natural(p, d)}
 
 
 def fig1c(p: Preset, d: str) -> Runs:
-    sizes = (1000, 4000) if p.centred else (4 * (p.base.batch_size or 1),)
-    settings = {1000: (3e-4, 1e-2), 4000: (1e-3, 1e-2)}
+    B = p.base.batch_size or 1
     natural = base(p, d).but(optimizer="natural")
-    found = {
-        f"Natural gradient, D = {D:,}": search(
-            p, natural.but(options=(("T", 10), ("fisher_batch", D))), settings.get(D, (3e-4, 1e-2)), (3e-4, 1e-2)
-        )
-        for D in sizes
-    }
-    return {KFAC: _kfac(p, d), **found}
+
+    def larger(D: int, lr: float) -> Search:
+        return search(p, natural.but(options=(("T", 10), ("fisher_batch", D))), (lr, 1e-2), (3e-4, 1e-2))
+
+    return {KFAC: _kfac(p, d), LARGER: larger(10 * B if p.centred else 4 * B, 3e-4), LARGEST: larger(40 * B if p.centred else 8 * B, 1e-3)}
 
 
 def fig1d(p: Preset, d: str) -> Runs:
     full = full_batch(p, d)
     return {
         KFAC: search(p, full.but(optimizer="kfac", options=(("T", 1), ("S", 1))), (1e-4, 1e-7), (1e-4, 1e-4)),
-        "Natural gradient, full Fisher": search(p, full.but(optimizer="natural", options=(("fisher", "full"),)), (1.0, 1.0), (0.1, 0.1)),
-        "Natural gradient, MC Fisher": search(p, full.but(optimizer="natural"), (0.1, 1.0), (0.1, 1.0)),
+        NATURAL_FULL: search(p, full.but(optimizer="natural", options=(("fisher", "full"),)), (1.0, 1.0), (0.1, 0.1)),
+        NATURAL_MC: search(p, full.but(optimizer="natural"), (0.1, 1.0), (0.1, 1.0)),
         SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None)),
     }  # fmt: skip
 
@@ -97,15 +100,15 @@ def fig2a(p: Preset, d: str) -> Runs:
     natural = full.but(optimizer="natural")
     return {
         KFAC: search(p, full.but(optimizer="kfac", options=(("T", 1), ("S", 1))), (0.1, 1e-3), (0.1, 1e-3)),
-        "Natural gradient, full Fisher": search(p, natural.but(options=(("fisher", "full"),)), (0.1, 0.1)),
-        "Natural gradient, MC Fisher": search(p, natural, (0.01, 0.01), (0.01, 0.01)),
+        NATURAL_FULL: search(p, natural.but(options=(("fisher", "full"),)), (0.1, 0.1)),
+        NATURAL_MC: search(p, natural, (0.01, 0.01), (0.01, 0.01)),
         SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None)),
     }
 
 
 def fig2b(p: Preset, d: str) -> Runs:
     layers = base(p, d).but(optimizer="natural", options=(("blocks", "layer"),))
-    return {KFAC: _kfac(p, d), "Natural gradient, by layer": search(p, layers, (10.0, 100.0), (1e-3, 1e-2))}
+    return {KFAC: _kfac(p, d), BY_LAYER: search(p, layers, (10.0, 100.0), (1e-3, 1e-2))}
 
 
 def fig2c(p: Preset, d: str) -> Runs:
@@ -113,8 +116,8 @@ def fig2c(p: Preset, d: str) -> Runs:
     full = layers.but(options=(("blocks", "layer"), ("fisher", "full")))
     return {
         KFAC: fig1d(p, d)[KFAC],
-        "Natural gradient, by layer, full Fisher": search(p, full, (0.3, 1.0), (0.1, 0.1)),
-        "Natural gradient, by layer, MC Fisher": search(p, layers, (0.1, 1.0), (0.1, 1.0)),
+        BY_LAYER_FULL: search(p, full, (0.3, 1.0), (0.1, 0.1)),
+        BY_LAYER_MC: search(p, layers, (0.1, 1.0), (0.1, 1.0)),
     }
 
 
@@ -166,7 +169,7 @@ def fig4a(p: Preset, d: str) -> Runs:
 
 def fig4b(p: Preset, d: str) -> Runs:
     found = fig1a(p, d)
-    return {SGD: found[SGD], ADAM: found[ADAM], KFAC: found[KFAC], "FOOF, T = 10": _foof(p, d, 10), FOOF: _foof(p, d)}
+    return {SGD: found[SGD], ADAM: found[ADAM], KFAC: found[KFAC], FOOF_10: _foof(p, d, 10), FOOF: _foof(p, d)}
 
 
 def fig4c(p: Preset, d: str) -> Runs:
@@ -178,19 +181,22 @@ def fig4c(p: Preset, d: str) -> Runs:
 def appendix_i(p: Preset, d: str) -> Runs:
     """Independent or same mini-batch, at a low and a high damping."""
     found = {}
-    for name, options in (("independent batch", ()), ("same batch", (("same_batch", True),))):
+    for name, options in (("independent", ()), ("same", (("same_batch", True),))):
         setting = base(p, d).but(optimizer="natural", options=options)
-        for paper, quick in (((1e-5, 1e-4), (1e-4, 1e-2)), ((10.0, 100.0), (10.0, 100.0))):
-            label = f"{name}, λ = {(paper if p.centred else quick)[1]:g}"
-            found[label] = search(p, setting, paper, quick, urgency=2)
+        found[label_i(name, "low")] = search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=2)
+        found[label_i(name, "high")] = search(p, setting, (10.0, 100.0), urgency=2)
     return found
+
+
+def label_i(batch: str, damping: str) -> str:
+    return f"{batch} batch, {damping} λ"
 
 
 def per_datapoint(p: Preset, d: str) -> Runs:
     setting = base(p, d)
     return {
         "SGD": search(p, setting.but(optimizer="sgd"), (0.1, None), urgency=2),
-        "FOOF per datapoint": search(p, setting.but(optimizer="foof-per-datapoint"), (30.0, 1.0), urgency=2),
+        PER_DATAPOINT: search(p, setting.but(optimizer="foof-per-datapoint"), (30.0, 1.0), urgency=2),
     }
 
 
@@ -200,18 +206,18 @@ def robustness(p: Preset, d: str) -> Runs:
     base_ = foof.base
     return {
         SGD: _sgd(p, d), FOOF: foof,
-        "FOOF, m = 0.999": _foof(p, d, ema=0.999),
-        "FOOF, S = 10": _foof(p, d, S=10),
-        "FOOF, T = 10": _foof(p, d, 10),
-        "FOOF, λ × 100": search(p, base_, (30.0, larger), (30.0, larger), urgency=2),
-        "FOOF, λ / 100": search(p, base_, (3e-3, smaller), (0.03, smaller), urgency=2),
+        FOOF_EMA: _foof(p, d, ema=0.999),
+        FOOF_S: _foof(p, d, S=10),
+        FOOF_10: _foof(p, d, 10),
+        FOOF_MORE: search(p, base_, (30.0, larger), (30.0, larger), urgency=2),
+        FOOF_LESS: search(p, base_, (3e-3, smaller), (0.03, smaller), urgency=2),
     }  # fmt: skip
 
 
 def bayesian(p: Preset, d: str) -> Runs:
     """Appendix K: λ from the precision of the weight initialisation."""
     auto = search(p, _foof(p, d).base, (1.0, "auto"), (3.0, "auto"), urgency=2)
-    return {SGD: _sgd(p, d), FOOF: _foof(p, d), "FOOF, Bayesian λ": auto}
+    return {SGD: _sgd(p, d), FOOF: _foof(p, d), FOOF_BAYESIAN: auto}
 
 
 def one_hidden(p: Preset, d: str) -> Runs:

@@ -15,6 +15,7 @@ class Ruling(StrEnum):
     HOLDS = "holds"
     FAILS = "does not hold"
     UNDECIDED = "undecided"
+    NOT_RUN = "not run"  # at this preset, or not yet
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Verdict:
     rule: str  # what had to be true for the claim to hold
     ruling: Ruling
     section: str = ""  # the report's section that shows it
+    preset: str = ""  # where the records are from, if not from the report's own preset
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,22 @@ class Spread:
 
 def spread(values: Iterable[float]) -> Spread:
     xs = list(values)
-    if not xs:
-        return Spread(math.nan, math.nan, 0)
+    if not xs or any(math.isnan(x) for x in xs):
+        return Spread(math.nan, math.nan, len(xs))
+    if math.inf in xs:
+        return Spread(math.inf, 0.0, len(xs))
     return Spread(statistics.fmean(xs), statistics.stdev(xs) if len(xs) > 1 else 0.0, len(xs))
 
 
 def of(records: Iterable[Record], name: str) -> Spread:
     """The spread of a final value (`train_loss`, `test_accuracy`, ...) or cost (`seconds_per_step`, ...) over records."""
-    return spread({**r.final, **r.cost}[name] for r in records)
+    return spread({**r.final, **r.cost}.get(name, math.nan) for r in records)
 
 
 def lower(a: Spread, b: Spread) -> Ruling:
     """Whether `a` lies below `b` by more than both deviations together; undecided where the ranges overlap."""
-    margin = a.deviation + b.deviation
-    if not (math.isfinite(a.mean) and math.isfinite(b.mean)):
-        return Ruling.UNDECIDED if math.isnan(a.mean) or math.isnan(b.mean) else Ruling(
-            Ruling.HOLDS if a.mean < b.mean else Ruling.FAILS
-        )
-    if abs(a.mean - b.mean) <= margin:
+    if math.isnan(a.mean) or math.isnan(b.mean) or a.mean == b.mean:
+        return Ruling.UNDECIDED
+    if abs(a.mean - b.mean) <= a.deviation + b.deviation:
         return Ruling.UNDECIDED
     return Ruling.HOLDS if a.mean < b.mean else Ruling.FAILS

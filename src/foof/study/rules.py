@@ -1,0 +1,244 @@
+"""What decides a claim: measured quantities, and conditions on them. All as data, fixed before any run is looked at.
+
+A condition holds, or does not, only by more than the deviations over seeds of both sides together; otherwise it is undecided.
+Where there is one seed only, a quarter of the value stands in for its deviation.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from foof.study.setting import Record
+from foof.study.tune import Tuned
+from foof.study.verdict import Ruling, Spread, lower, spread
+
+Found = Mapping[str, Tuned]  # what each search of an experiment found; those without records are left out
+ONE_SEED = 0.25  # stands in for a relative deviation nobody has measured
+
+
+def end_loss(record: Record, until: int | None = None) -> float:
+    """Mean of the logged mini-batch losses over the last tenth of the steps (up to `until`); infinite if the run diverged.
+
+    Losses are logged before the update, every ten steps; the last tenth is what `paper/figures.md` gives for each published curve.
+    """
+    steps, losses = record.series["step"], record.series["loss"]
+    last = min(until or record.setting.steps, record.setting.steps)
+    if record.status != "finished" and (not steps or steps[-1] <= last):
+        return math.inf
+    tail = [y for x, y in zip(steps, losses, strict=True) if 0.9 * last < x <= last]
+    return statistics.fmean(tail) if tail else math.nan
+
+
+def _mean_of(name: str, late: bool) -> Callable[[Record, int | None], float]:
+    """Mean of a measured series: all of it, or its second half."""
+
+    def value(record: Record, until: int | None = None) -> float:
+        values = [y for y in record.series.get(name, []) if math.isfinite(y)]
+        return statistics.fmean(values[len(values) // 2 if late else 0 :]) if values else math.nan
+
+    return value
+
+
+def _final(name: str) -> Callable[[Record, int | None], float]:
+    return lambda record, until=None: {**record.final, **record.cost}.get(name, math.nan)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something measured of a run: what to call it, how to get it from a record, how to print it."""
+
+    title: str
+    value: Callable[[Record, int | None], float]
+    scale: float = 1.0
+    unit: str = ""
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "loss": Quantity("training loss", end_loss),
+    "train_loss": Quantity("loss on all training images", _final("train_loss")),
+    "test_accuracy": Quantity("test accuracy", _final("test_accuracy"), 100, " %"),
+    "similarity": Quantity("cosine with FOOF's update", _mean_of("similarity", late=True)),
+    "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease", late=False), 100, " %"),
+    "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without", late=False), 100, " %"),
+    "cpu_per_step": Quantity("time per step on one core", _final("cpu_per_step"), 1000, " ms"),
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """A quantity of one of an experiment's curves."""
+
+    label: str
+    quantity: str = "loss"
+
+    def spread(self, found: Found, until: int | None) -> Spread:
+        quantity = QUANTITIES[self.quantity]
+        return spread(quantity.scale * quantity.value(r, until) for r in found[self.label].records)
+
+    def say(self, found: Found, until: int | None) -> str:
+        return f"{self.label} {self.spread(found, until)}{QUANTITIES[self.quantity].unit}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A condition after measurement."""
+
+    text: str
+    ruling: Ruling
+
+
+class Rule(Protocol):
+    """A condition: which curves it needs, what it says, and how records decide it."""
+
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+    def text(self) -> str: ...
+    def judge(self, found: Found, until: int | None) -> Measured: ...
+
+
+def _with_margin(s: Spread) -> Spread:
+    return replace(s, deviation=ONE_SEED * abs(s.mean)) if s.n == 1 and math.isfinite(s.mean) else s
+
+
+def _times(s: Spread, factor: float) -> Spread:
+    return replace(s, mean=factor * s.mean, deviation=factor * s.deviation)
+
+
+@dataclass(frozen=True)
+class Lower:
+    """`by` times a lies below b."""
+
+    a: Term
+    b: Term
+    by: float = 1.0
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.a.label, self.b.label
+
+    def text(self) -> str:
+        factor = "" if self.by == 1 else f"{self.by:.3g} × "
+        title = QUANTITIES[self.a.quantity].title
+        if self.a.label == self.b.label:
+            return f"{factor}{title} of {self.a.label} below {QUANTITIES[self.b.quantity].title}"
+        return f"{title}: {factor}{self.a.label} below {self.b.label}"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        a, b = self.a.spread(found, until), self.b.spread(found, until)
+        ratio = b.mean / a.mean if a.mean and math.isfinite(a.mean) else math.nan
+        text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {ratio:.3g}"
+        return Measured(text, lower(_times(_with_margin(a), self.by), _with_margin(b)))
+
+
+@dataclass(frozen=True)
+class Similar:
+    """a and b differ by no more than a factor."""
+
+    a: Term
+    b: Term
+    within: float
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.a.label, self.b.label
+
+    def text(self) -> str:
+        return f"{QUANTITIES[self.a.quantity].title}: {self.a.label} and {self.b.label} within a factor of {self.within:g}"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        a, b = self.a.spread(found, until), self.b.spread(found, until)
+        text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {b.mean / a.mean if a.mean else math.nan:.3g}"
+        ways = [lower(x, _times(y, self.within)) for x, y in ((a, b), (b, a))]
+        return Measured(text, together(ways))
+
+
+@dataclass(frozen=True)
+class Between:
+    """The ratio b/a lies between two numbers. For costs, of which one run is enough."""
+
+    a: Term
+    b: Term
+    low: float
+    high: float
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.a.label, self.b.label
+
+    def text(self) -> str:
+        title = QUANTITIES[self.a.quantity].title
+        return f"{title}: {self.b.label} over {self.a.label} between {self.low:g} and {self.high:g}"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        a, b = self.a.spread(found, until), self.b.spread(found, until)
+        ratio = b.mean / a.mean
+        text = f"{self.b.say(found, until)}; {self.a.say(found, until)}; ratio {ratio:.3g}"
+        if math.isnan(ratio):
+            return Measured(text, Ruling.UNDECIDED)
+        return Measured(text, Ruling.HOLDS if self.low <= ratio <= self.high else Ruling.FAILS)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A quantity lies on the right side of a number."""
+
+    a: Term
+    value: float
+    at_least: bool
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.a.label,)
+
+    def text(self) -> str:
+        side = "at least" if self.at_least else "at most"
+        return f"{QUANTITIES[self.a.quantity].title} of {self.a.label} {side} {self.value:g}{QUANTITIES[self.a.quantity].unit}"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        a = self.a.spread(found, until)
+        if math.isnan(a.mean) or abs(a.mean - self.value) < a.deviation:
+            ruling = Ruling.UNDECIDED
+        else:
+            ruling = Ruling.HOLDS if (a.mean >= self.value) == self.at_least else Ruling.FAILS
+        return Measured(self.a.say(found, until), ruling)
+
+
+@dataclass(frozen=True)
+class All:
+    """All of several conditions."""
+
+    rules: tuple[Rule, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(label for rule in self.rules for label in rule.needs))
+
+    def text(self) -> str:
+        return "; and ".join(rule.text() for rule in self.rules)
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        parts = [rule.judge(found, until) for rule in self.rules]
+        return Measured(" | ".join(part.text for part in parts), together([part.ruling for part in parts]))
+
+
+def together(rulings: list[Ruling]) -> Ruling:
+    """One that fails fails all; all must hold for all to hold."""
+    if Ruling.FAILS in rulings:
+        return Ruling.FAILS
+    return Ruling.HOLDS if all(r is Ruling.HOLDS for r in rulings) else Ruling.UNDECIDED
+
+
+def decide(rule: Rule, found: Found, until: int | None) -> Measured:
+    """Judge a rule with whatever there is: without records it is not run, without a search undecided."""
+    missing = [label for label in rule.needs if label not in found]
+    if missing:
+        return Measured(f"no records yet of {', '.join(missing)}", Ruling.NOT_RUN)
+    measured = rule.judge(found, until)
+    unsearched = [label for label in rule.needs if not found[label].searched]
+    if unsearched:
+        return Measured(f"{measured.text} (settings were not searched)", Ruling.UNDECIDED)
+    return measured
