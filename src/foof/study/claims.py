@@ -41,7 +41,7 @@ def _kfac(i: int) -> str:
 
 
 def _foof(i: int) -> str:
-    return r.label_3("FOOF with KFAC's λ_A", r.DAMPINGS[i])
+    return r.label_3(r.FOOF_LAMBDA_A, r.DAMPINGS[i])
 
 
 SECTION_3: tuple[Claim, ...] = (

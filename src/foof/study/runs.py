@@ -16,6 +16,7 @@ Runs = dict[str, Search]
 MOMENTUM = (("momentum", 0.9),)
 EVERY_TEN = (("T", 10), ("S", 10))  # inverted every ten steps, statistics from all of them
 SGD, ADAM, KFAC, NATURAL, FOOF = "SGD + momentum", "Adam", "KFAC", "Natural gradient", "FOOF"
+FOOF_LAMBDA_A = "FOOF with KFAC's λ_A"
 STANDARD, RELEASED = "KFAC, standard damping", "KFAC, standard damping as released"
 NATURAL_FULL, NATURAL_MC = "Natural gradient, full Fisher", "Natural gradient, MC Fisher"
 BY_LAYER, BY_LAYER_FULL, BY_LAYER_MC = (f"Natural gradient, by layer{of}" for of in ("", ", full Fisher", ", MC Fisher"))
@@ -154,7 +155,7 @@ def fig3c(p: Preset, d: str) -> Runs:
 
 def fig3d(p: Preset, d: str) -> Runs:
     setting = base(p, d).but(optimizer="kfac", steps=p.early, options=(*EVERY_TEN, ("second_factor", "drop-scaled")))
-    return {**fig3c(p, d), **{label_3("FOOF with KFAC's λ_A", x): search(p, setting, (x, x)) for x in DAMPINGS}}
+    return {**fig3c(p, d), **{label_3(FOOF_LAMBDA_A, x): search(p, setting, (x, x)) for x in DAMPINGS}}
 
 
 def fig4a(p: Preset, d: str) -> Runs:
