@@ -52,7 +52,8 @@ class Categorical(Likelihood):
 
     def sampled(self, out: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = out.softmax(-1)
-        y = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).reshape(p.shape[:-1])
+        drawable = torch.where(p.isfinite().all(-1, keepdim=True), p, 1.0)  # NaN outputs give NaN errors, not an exception
+        y = torch.multinomial(drawable.reshape(-1, p.shape[-1]), 1, generator=generator).reshape(p.shape[:-1])
         return p - F.one_hot(y, p.shape[-1])
 
     def enumerated(self, out: Tensor) -> Iterator[Tensor]:
@@ -102,7 +103,7 @@ class Bernoulli(Likelihood):
 
     def sampled(self, out: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = out.sigmoid()
-        return p - torch.bernoulli(p, generator=generator)
+        return p - torch.bernoulli(p.nan_to_num(0.5), generator=generator)
 
     def enumerated(self, out: Tensor) -> Iterator[Tensor]:
         p = out.sigmoid()
