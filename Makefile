@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help setup test lint reproduce clean
+.PHONY: help setup test lint docs wheel reproduce clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,8 +33,17 @@ lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.dev  ## build the documentation into site/ and check its links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tools/check_links.py site
+
+wheel: $(VENV)/.dev  ## build dist/*.whl and try it in an environment with torch alone
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --wheel . > /dev/null
+	$(BIN)/python tools/smoke_wheel.py dist/*.whl
+
 reproduce: $(VENV)/.study  ## run the study and write its report (ARGS="--preset smoke")
 	$(BIN)/foof reproduce $(ARGS)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,72 @@
+"""The documentation: its code runs, the tests it names exist, the site builds and its links lead somewhere."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import foof
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def code(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.S)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code(page)])
+def test_code_runs(page):
+    """Top to bottom, each page by itself; what a fragment takes for granted is here."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    names = {
+        "__name__": "docs", "torch": torch, "nn": nn, "foof": foof, "model": model, "x": torch.randn(32, 8),
+        "y": torch.randint(0, 3, (32,)), "loss_fn": nn.functional.cross_entropy,
+    }  # fmt: skip
+    for number, snippet in enumerate(code(page)):
+        exec(compile(snippet, f"docs/{page}, snippet {number + 1}", "exec"), names)
+
+
+def functions_of(file):
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_tick_names_tests_that_exist():
+    rows = [line for line in (DOCS / "features.md").read_text(encoding="utf-8").splitlines() if "✓" in line and line.startswith("| ")]
+    assert len(rows) > 15
+    for row in rows:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)(?:\[(\w+)\])?`", row)
+        assert named, row
+        for file, test, feature in named:
+            assert test in functions_of(file), f"{file}::{test}"
+            assert not feature or feature in functions_of(file), f"{file}::{test}[{feature}]"
+
+
+def test_exceptions_are_not_ticked():
+    """What tests/test_features.py excepts is no ✓ in the table, and the other way round."""
+    from test_features import EXCEPTIONS, OPTIMIZERS
+
+    for row in (DOCS / "features.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in row.split("|")[2:6]]
+        for feature in re.findall(r"test_feature\[(\w+)\]", row):
+            for name, cell in zip(OPTIMIZERS, cells, strict=True):
+                assert cell.startswith("✓") == ((feature, name) not in EXCEPTIONS), f"{feature}, {name}: {cell}"
+
+
+def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert built.returncode == 0, built.stderr
+    assert {page.replace(".md", ".html") for page in PAGES} <= {path.name for path in tmp_path.iterdir()}
+    checked = subprocess.run([sys.executable, "tools/check_links.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout

@@ -1,0 +1,68 @@
+"""Fills ``<!-- results: name -->`` in the documentation with tables from the committed results of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def table(head: list[str], rows: list[list[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    file = BENCHMARKS / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
+def char_gpt() -> str:
+    """Per method the run with the best learning rate."""
+    found = records("char_gpt")
+    if not found:
+        return ""
+    steps = max(r["steps"] for r in found)
+    rows = []
+    for method in dict.fromkeys(r["method"] for r in found):
+        runs = [r for r in found if r["method"] == method and r["steps"] == steps and math.isfinite(r["train_loss"])]
+        if runs:
+            best = min(runs, key=lambda r: r["validation_loss"])
+            tried = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in found if r["method"] == method and r["steps"] == steps}))
+            per_step = 1000 * best["cpu_seconds"] / steps
+            losses = [f"{best['validation_loss']:.3f}", f"{best['train_loss']:.3f}"]
+            rows.append([method, *losses, f"{per_step:.0f}", f"{best['lr']:g}", tried])
+    first = found[0]
+    batch = f"{first['batch'][0]} windows of {first['batch'][1]} characters"
+    about = f"{first['parameters'] / 1e6:.2f} M parameters, {steps} steps of {batch}, one seed, torch {first['torch']}.\n\n"
+    head = ["method", "validation loss (nats per character)", "training loss, last 50 steps", "CPU ms per step", "best lr", "lr tried"]
+    return about + table(head, rows)
+
+
+def bf16_loss() -> str:
+    found = records("bf16_loss")
+    rows = []
+    for seed in sorted({r["seed"] for r in found}):
+        pair = {r["autocast"]: r["loss"] for r in found if r["seed"] == seed}
+        if len(pair) == 2:
+            rows.append([seed, pair["none"], pair["bfloat16"], f"{100 * (pair['bfloat16'] / pair['none'] - 1):+.1f} %"])
+    if not rows:
+        return ""
+    mean = statistics.mean(float(row[3].split()[0]) for row in rows)
+    return table(["seed", "float32", "bfloat16 autocast", "difference"], rows) + f"\n\nMean difference {mean:+.1f} %."
+
+
+TABLES: dict[str, Callable[[], str]] = {"char_gpt": char_gpt, "bf16_loss": bf16_loss}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    def fill(match: re.Match[str]) -> str:
+        return TABLES[match[1]]() or f"*Not measured yet: run `python benchmarks/{match[1]}.py`.*"
+
+    return re.sub(r"<!-- results: (\w+) -->", fill, markdown)
