@@ -51,11 +51,15 @@ study.estimate
 study.runs
 study.toy
 study.verdict
+study.rules
 study.claims
+study.catalogue
 study.published
 study.figures
 study.svg
+study.drawings
 study.experiments
+study.headline
 study.report
 study
 cli

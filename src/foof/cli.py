@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import webbrowser
 from collections.abc import Iterator, Sequence
@@ -19,20 +20,32 @@ try:
 
     import foof
     from foof.study import data, report, store, sweep
-    from foof.study.experiments import EXPERIMENTS, PRESETS, Experiment, NotRun, Outcome, Preset, committed, conduct, remembered
+    from foof.study.estimate import plan
+    from foof.study.experiments import (
+        Experiment,
+        NotRun,
+        Outcome,
+        chosen,
+        committed,
+        conduct,
+        experiments_of,
+        recall,
+        remembered,
+    )  # fmt: skip
     from foof.study.formats import DataError
     from foof.study.methods import METHODS, title
     from foof.study.models import mlp
+    from foof.study.presets import PRESETS, Preset
     from foof.study.run import run
     from foof.study.setting import Record, Setting
-    from foof.study.tune import RunAll
-    from foof.study.verdict import Ruling
+    from foof.study.tune import RunAll, Search, damping_grid, lr_grid, tune
+    from foof.study.verdict import Ruling, of
 except ModuleNotFoundError as error:
     sys.exit(f"The command `foof` needs the study's packages, and {error.name} is missing: pip install 'foof[study]'")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Gradient descent on neurons, put to the test.")
 console = Console()
-COLOUR = {Ruling.HOLDS: "green", Ruling.FAILS: "red", Ruling.UNDECIDED: "yellow"}
+COLOUR = {Ruling.HOLDS: "green", Ruling.FAILS: "red", Ruling.UNDECIDED: "yellow", Ruling.NOT_RUN: "dim"}
 
 PresetName = Annotated[str, typer.Option("--preset", help=f"How large: {', '.join(PRESETS)}.")]
 Folder = Annotated[Path, typer.Option("--out", help="Where records and report are.", envvar="FOOF_OUT")]
@@ -45,11 +58,11 @@ def _preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def _chosen(ids: Sequence[str] | None) -> list[Experiment]:
-    unknown = [i for i in ids or () if i not in EXPERIMENTS]
-    if unknown:
-        raise typer.BadParameter(f"no experiment is called {unknown[0]!r}; there are {', '.join(EXPERIMENTS)}")
-    return [EXPERIMENTS[i] for i in ids or EXPERIMENTS]
+def _chosen(names: Sequence[str] | None, preset: Preset) -> list[Experiment]:
+    try:
+        return chosen(names, preset) if names else list(experiments_of(preset).values())
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from None
 
 
 def _records_file(out: Path) -> Path:
@@ -86,15 +99,37 @@ def _sweeping(into: store.Store, workers: int | None, scheduler: str | None) -> 
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
-    table = Table("Verdict", "Claim", "Measured", "Where", title_justify="left")
-    for v in (v for o in outcomes for v in o.verdicts):
-        table.add_row(f"[{COLOUR[v.ruling]}]{v.ruling}[/]", v.claim, v.measured, v.where)
+    """The verdicts; of many, without the measurements, which the report has."""
+    verdicts = [v for o in outcomes for v in o.verdicts]
+    few = len(verdicts) <= 12
+    table = Table("Verdict", "Claim", *(["Measured"] if few else []), "Where", title_justify="left")
+    for v in verdicts:
+        table.add_row(f"[{COLOUR[v.ruling]}]{v.ruling}[/]", v.claim, *([v.measured] if few else []), v.where)
     console.print(table)
+
+
+def _announce(experiments: Sequence[Experiment], size: Preset, into: store.Store, workers: int | None) -> None:
+    """How much there is to do, before it is begun."""
+    searches = [search for e in experiments for search in e.searches(size).values()]
+    runs, seconds = plan(searches, [record.setting for record in into])
+    cores = workers or os.cpu_count() or 1
+    console.print(f"[bold]foof reproduce[/] · {size.name} ({size.about})")
+    if runs:
+        console.print(f"{runs} runs to do (grids may grow): about {seconds / 60:.0f} core-minutes, {seconds / 60 / cores:.0f} minutes "
+                      f"on {cores} idle cores. Ctrl-C loses at most the runs in hand.", highlight=False)  # fmt: skip
+
+
+def _paper_outcomes(size: Preset, among: Sequence[Experiment]) -> list[Outcome]:
+    """What the records that came with the package say at the paper's scale, for a report of a smaller one."""
+    paper = PRESETS["paper"]
+    wanted = {e.figure for e in among}
+    there = [e for e in experiments_of(paper).values() if e.figure in wanted and e.dataset == "fashion-mnist"]
+    return [] if size.name == paper.name else report.recalled(there, paper, committed(paper))
 
 
 @app.command()
 def reproduce(
-    experiments: Annotated[list[str] | None, typer.Argument(help=f"Which: {', '.join(EXPERIMENTS)}. Default: all.")] = None,
+    what: Annotated[list[str] | None, typer.Argument(help="Figures (fig3, fig3a), claims (see `foof claims`). Default: all.")] = None,
     preset: PresetName = "quick",
     out: Folder = OUT,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default one per core.")] = None,
@@ -102,12 +137,15 @@ def reproduce(
     strict: Annotated[bool, typer.Option("--strict", help="Fail if a claim does not hold.")] = False,
 ) -> None:
     """Run the study and write its report. What has been run already is not run again."""
-    chosen, size = _chosen(experiments), _preset(preset)
-    console.print(f"[bold]foof reproduce[/] · {size.name} ({size.about})")
+    size = _preset(preset)
+    experiments = _chosen(what, size)
     with store.Store(_records_file(out)) as into:
+        if size.centred and committed(size).exists():
+            into.load_dump(committed(size))  # hours that need not be spent again
+        _announce(experiments, size, into, workers)
         with _sweeping(into, workers, scheduler) as run_all:
-            outcomes = conduct(chosen, size, run_all)
-        page = report.write(out / "report.html", outcomes, size)
+            outcomes = conduct(experiments, size, run_all)
+        page = report.write(out / "report.html", outcomes, size, _paper_outcomes(size, experiments))
         store.export(into, out / "records.csv")
     _show(outcomes)
     console.print(f"Report: [bold]{page}[/]   Records: {out / 'records.csv'}")
@@ -115,10 +153,67 @@ def reproduce(
         raise typer.Exit(1)
 
 
+@app.command("claims")
+def claims_(preset: PresetName = "quick", out: Folder = OUT) -> None:
+    """List the claims, the rule that decides each, and what the records say so far."""
+    size = _preset(preset)
+    with _known(size, out) as records:
+        table = Table("Claim", "Where", "Says", "Holds if", "Verdict")
+        for o in recall(list(experiments_of(size).values()), size, remembered(records)):
+            for v in o.verdicts:
+                table.add_row(v.id, v.where, v.claim, v.rule, f"[{COLOUR[v.ruling]}]{v.ruling}[/]")
+    console.print(table)
+
+
+@contextmanager
+def _known(size: Preset, out: Path) -> Iterator[store.Store]:
+    """The records of the folder, and those of this preset that came with the package."""
+    own = _records_file(out).exists()
+    with store.Store(_records_file(out) if own else ":memory:") as records:
+        if not own and committed(size).exists():
+            records.load_dump(committed(size))
+        yield records
+
+
+@app.command("sweep")
+def sweep_(
+    optimizer: Annotated[str, typer.Argument(help=f"One of {', '.join(METHODS)}.")],
+    lr: Annotated[str, typer.Option(help="Learning rates, LOW:HIGH on the ladder {1, 3}·10^i.")] = "0.1:1",
+    damping: Annotated[str | None, typer.Option(help="λ, LOW:HIGH in powers of ten, or one value.")] = None,
+    fine: Annotated[bool, typer.Option("--fine", help="Dampings at every power of ten, not every second.")] = False,
+    preset: PresetName = "quick",
+    out: Folder = OUT,
+    seeds: Annotated[int, typer.Option(min=1, help="For the winner.")] = 3,
+    workers: Annotated[int | None, typer.Option(min=1)] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler to run on instead.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Of the optimizer, as NAME=VALUE, e.g. momentum=0.9.")] = None,
+) -> None:
+    """Search one method's learning rate and damping by the paper's protocol."""
+    base = _preset(preset).base.but(optimizer=optimizer, options=tuple(_option(o) for o in option or ()))
+    every = 1 if fine else 2
+    dampings: tuple[float | None, ...] = damping_grid(*_range(damping), every) if damping else (None,)
+    search = Search(base, lr_grid(*_range(lr)), dampings, every, seeds=seeds)
+    with store.Store(_records_file(out)) as into, _sweeping(into, workers, scheduler) as run_all:
+        found = tune(search, run_all)
+    table = Table("Learning rate", "λ", "Training loss", "")
+    for record in sorted(found.tried, key=lambda r: r.score):
+        s = record.setting
+        best = f"best: {of(found.records, 'train_loss')}" + (" (edge of the grid)" if found.on_edge else "")
+        table.add_row(f"{s.lr:g}", str(s.damping or "–"), f"{record.score:.4g}", best if s == found.best else "")
+    console.print(table)
+
+
+def _range(text: str) -> tuple[float, float]:
+    """`LOW:HIGH`, or one value for both."""
+    low, _, high = text.partition(":")
+    return float(low), float(high or low)
+
+
 @app.command("report")
 def report_(
     preset: PresetName = "quick",
     out: Folder = OUT,
+    svg: Annotated[bool, typer.Option("--svg", help="Also write every figure as an SVG file.")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
     """Redraw the report without training: from the records in the folder, or else from those that came with the package."""
@@ -126,12 +221,15 @@ def report_(
     own = _records_file(out).exists()
     if not own and not committed(size).exists():
         raise NotRun(f"records were needed in {_records_file(out)}, but there are none; run `foof reproduce` first")
-    with store.Store(_records_file(out) if own else ":memory:") as records:
-        if not own:
-            records.load_dump(committed(size))
-            console.print("No records here: these are the ones that came with the package.")
-        page = report.write(out / "report.html", conduct(list(EXPERIMENTS.values()), size, remembered(records)), size)
+    if not own:
+        console.print("No records here: these are the ones that came with the package.")
+    experiments = list(experiments_of(size).values())
+    with _known(size, out) as records:
+        outcomes = recall(experiments, size, remembered(records))
+    page = report.write(out / "report.html", outcomes, size, _paper_outcomes(size, experiments))
     console.print(f"Report: [bold]{page}[/]")
+    if svg:
+        console.print(f"{len(report.write_svgs(out / 'figures', outcomes))} figures in {out / 'figures'}")
     if open_:
         webbrowser.open(page.resolve().as_uri())
 

@@ -225,8 +225,7 @@ def load(name: str, source: str = "full", train_size: int | None = None) -> Data
     if train_size is not None and train_size > len(train_x):
         raise DataError(f"{train_size:,} training records of {_spec(name).title} were needed, {source} has {len(train_x):,}")
     moments: tuple = _spec(name).moments or tuple(
-        (moment(train_x, axis=(0, 2, 3), keepdims=True, dtype=np.float64) / 255).astype(np.float32)
-        for moment in (np.mean, np.std)
+        (moment(train_x, axis=(0, 2, 3), keepdims=True, dtype=np.float64) / 255).astype(np.float32) for moment in (np.mean, np.std)
     )
     return Data(
         name, came_from,

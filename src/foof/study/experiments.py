@@ -1,77 +1,75 @@
-"""The experiments of the study: what each needs to be run, how its claims are judged, what is drawn.
+"""The experiments of the study: what each needs to be run, which claims it decides, what is drawn.
 
-An experiment is data and two functions from records: one to verdicts, one to figures. `conduct` brings them together with
-whatever gives records for settings: a sweep that trains, or a store that remembers.
+`conduct` brings them together with whatever gives records for settings, a sweep that trains; `recall` with a store that
+remembers, and makes the best of what is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import plotly.graph_objects as go
-
-from foof.study import figures
-from foof.study.setting import Record, Setting
+from foof.study import drawings
+from foof.study.catalogue import CATALOGUE
+from foof.study.claims import Claim, claims_of
+from foof.study.drawings import Comparison, Drawing
+from foof.study.presets import Preset
+from foof.study.rules import Found, decide
+from foof.study.runs import NOTES, RUNS
 from foof.study.store import Store
 from foof.study.toy import toy
-from foof.study.tune import RunAll, Search, Tuned, lr_grid, tune_all
-from foof.study.verdict import Ruling, Verdict, lower, of
+from foof.study.tune import Get, RunAll, Search, look, tune_all
+from foof.study.verdict import Ruling, Verdict
 
-Found = Mapping[str, Tuned]  # what each search of an experiment found
-
-
-@dataclass(frozen=True)
-class Preset:
-    """How large the study is."""
-
-    name: str
-    about: str
-    base: Setting
-    seeds: int
-    fine: bool  # whole grids of learning rates; otherwise one value
-
-
-MOMENTUM = (("momentum", 0.9),)
-EVERY_TEN = (("T", 10), ("S", 10))  # inverted every ten steps, statistics from all of them
-PRESETS: dict[str, Preset] = {
-    "smoke": Preset(
-        "smoke", "seconds: tiny networks, to see that everything works",
-        Setting(train_size=500, hidden=(16,), batch_size=50, steps=20, log_every=2), seeds=2, fine=False,
-    ),
-    "quick": Preset(
-        "quick", "a few minutes: the paper's network at half its width on the embedded 6,000 images, 5 epochs",
-        Setting(hidden=(500, 500, 500), steps=300), seeds=3, fine=True,
-    ),
-    "paper": Preset(
-        "paper", "hours: the paper's network on all of Fashion-MNIST, 10 epochs",
-        Setting(source="full", steps=6000), seeds=3, fine=True,
-    ),
-}  # fmt: skip
+OTHER_DATA_LATER = 10  # urgency: all of Fashion-MNIST comes before MNIST
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One question to the paper."""
+    """One figure of the paper, or one question to it, on one data set."""
 
     id: str
-    title: str
-    where: str  # in the paper
-    claimed: str
-    judge: Callable[[Found], list[Verdict]]
-    draw: Callable[[Found], list[go.Figure]]
-    searches: Callable[[Preset], dict[str, Search]] = lambda preset: {}
+    figure: str  # in RUNS, CATALOGUE and claims
+    dataset: str = "fashion-mnist"
+    claims: tuple[Claim, ...] = ()
+    labels: tuple[str, ...] | None = None  # only these curves; None: all
+
+    @property
+    def title(self) -> str:
+        return CATALOGUE[self.figure].title + (" (MNIST)" if self.dataset == "mnist" and self.figure != "one-hidden" else "")
+
+    @property
+    def where(self) -> str:
+        entry = CATALOGUE[self.figure]
+        return entry.mnist if self.dataset == "mnist" else entry.where
+
+    @property
+    def claimed(self) -> str:
+        return CATALOGUE[self.figure].claimed
+
+    @property
+    def note(self) -> str:
+        return NOTES.get(self.figure, "")
+
+    def searches(self, preset: Preset) -> dict[str, Search]:
+        later = OTHER_DATA_LATER if self.dataset != "fashion-mnist" else 0
+        found = RUNS[self.figure](preset, self.dataset) if self.figure in RUNS else {}
+        return {k: replace(s, urgency=s.urgency + later) for k, s in found.items() if self.labels is None or k in self.labels}
+
+    def until(self, preset: Preset) -> int | None:
+        return preset.early if CATALOGUE[self.figure].early else None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """An experiment after it was run."""
+    """An experiment after it was run, or as far as it was."""
 
     experiment: Experiment
     found: Found
     verdicts: list[Verdict]
-    figures: list[go.Figure]
+    drawings: list[Drawing]
+    comparisons: list[Comparison] = field(default_factory=list)
 
 
 class NotRun(LookupError):
@@ -86,33 +84,102 @@ def committed(preset: Preset) -> Path:
     return RESULTS / f"{preset.name}.jsonl.gz"
 
 
-def remembered(store: Store) -> RunAll:
-    """Records from the store alone, for figures and reports, which never train."""
+def experiments_of(preset: Preset) -> dict[str, Experiment]:
+    """All experiments of a preset by id: `toy`, `fig1a`, ..., and `fig1a-mnist` where MNIST belongs to it."""
+    found = []
+    for dataset in preset.datasets:
+        for figure, entry in CATALOGUE.items():
+            if entry.mnist if dataset == "mnist" else entry.where:
+                id_ = figure if dataset == "fashion-mnist" else f"{figure}-{dataset}"
+                found.append(Experiment(id_, figure, dataset, tuple(claims_of(figure, dataset))))
+    return {e.id: e for e in found}
 
-    def look_up(settings: Sequence[Setting]) -> list[Record]:
-        found = [store.get(setting) for setting in settings]
-        if missing := sum(record is None for record in found):
-            raise NotRun(f"{missing} of {len(found)} runs are not in {store.path}; run `foof reproduce` first")
-        return [record for record in found if record]
 
-    return look_up
+def chosen(names: Iterable[str], preset: Preset) -> list[Experiment]:
+    """Experiments by name: an id (`fig3a`), the beginning of some (`fig3`), or a claim (`foof-vs-kfac`: only what it needs)."""
+    there = experiments_of(preset)
+    picked: dict[str, Experiment] = {}
+    for name in names:
+        matching = [e for id_, e in there.items() if id_ == name or (name.startswith("fig") and id_.startswith(name))]
+        claiming = [_only(e, c) for e in there.values() for c in e.claims if name in (c.id, f"{c.id}-{e.dataset}")]
+        if not matching and not claiming:
+            known = ", ".join(there) + ", and the claims that `foof claims` lists"
+            raise ValueError(f"no experiment and no claim of the preset {preset.name} is called {name!r}; there are {known}")
+        for e in matching or claiming:
+            before = picked.get(e.id)
+            picked[e.id] = e if before is None or e.labels is None else _join(before, e)
+    return list(picked.values())
+
+
+def _only(e: Experiment, claim: Claim) -> Experiment:
+    return replace(e, claims=(claim,), labels=claim.rule.needs)
+
+
+def _join(a: Experiment, b: Experiment) -> Experiment:
+    if a.labels is None or b.labels is None:
+        return a if a.labels is None else b
+    return replace(a, claims=tuple(dict.fromkeys((*a.claims, *b.claims))), labels=tuple(dict.fromkeys((*a.labels, *b.labels))))
 
 
 def conduct(experiments: Sequence[Experiment], preset: Preset, run_all: RunAll) -> list[Outcome]:
     """Run all searches of all experiments side by side, then judge and draw each."""
     searches = {(e.id, label): search for e in experiments for label, search in e.searches(preset).items()}
     tuned = tune_all({"\n".join(key): search for key, search in searches.items()}, run_all)
+    return [outcome(e, preset, {label: tuned[f"{e.id}\n{label}"] for id_, label in searches if id_ == e.id}) for e in experiments]
+
+
+def recall(experiments: Sequence[Experiment], preset: Preset, get: Get) -> list[Outcome]:
+    """Judge and draw from records alone, as far as they go. Nothing is trained."""
     outcomes = []
     for e in experiments:
-        found = {label: tuned[f"{e.id}\n{label}"] for id_, label in searches if id_ == e.id}
-        outcomes.append(Outcome(e, found, e.judge(found), e.draw(found)))
+        looks = {label: look(search, get).tuned for label, search in e.searches(preset).items()}
+        outcomes.append(outcome(e, preset, {label: tuned for label, tuned in looks.items() if tuned}))
     return outcomes
+
+
+def remembered(store: Store) -> Get:
+    """Records from the store, read once each."""
+    seen: dict = {}
+
+    def get(setting):  # type: ignore[no-untyped-def]
+        if setting not in seen:
+            seen[setting] = store.get(setting)
+        return seen[setting]
+
+    return get
+
+
+def outcome(e: Experiment, preset: Preset, found: Found) -> Outcome:
+    """Verdicts and figures of an experiment from what its searches found."""
+    if e.figure == "toy":
+        return Outcome(e, found, _judge_toy(), [drawings.Toy_(toy())])
+    draws = DRAW[CATALOGUE[e.figure].draws]
+    shown = draws(e.figure, e.dataset, found, preset) if found else []
+    compared = drawings.compare(e.figure, e.dataset, found) if preset.centred else []
+    return Outcome(e, found, [verdict(c, e, preset, found) for c in e.claims], shown, compared)
+
+
+def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdict:
+    measured = decide(claim.rule, found, e.until(preset))
+    mnist = e.dataset == "mnist"
+    says = claim.says + (" (MNIST)" if mnist and claim.where else "")
+    id_ = f"{claim.id}-mnist" if mnist and claim.where else claim.id
+    return Verdict(id_, claim.mnist if mnist else claim.where, says, measured.text, claim.rule.text(), measured.ruling, e.id)
+
+
+DRAW: dict[str, Callable[[str, str, Found, Preset], list[Drawing]]] = {
+    "loss": drawings.losses,
+    "similarity": drawings.similarities,
+    "decrease": drawings.decreases,
+    "time": drawings.times,
+    "accuracy": drawings.accuracies,
+}
 
 
 # Appendix E -----------------------------------------------------------------------------------------------------------
 
 
-def _judge_toy(_: Found) -> list[Verdict]:
+def _judge_toy() -> list[Verdict]:
     example = toy()
     sgd, foof = example.losses["SGD"], example.losses["FOOF"]
     rises, optimum = bool((sgd[1:, 1] > sgd[0, 1]).all()), float(foof[-1].sum())
@@ -132,66 +199,3 @@ def _judge_toy(_: Found) -> list[Verdict]:
             f"direction {vector(example.foof.tolist())}; total loss {float(foof[0].sum()):.3g} → {optimum:.2g}",
             "both losses lower at every step size in (0, 1], and total loss at 1 below 1e-20", falls and optimum < 1e-20),
     ]  # fmt: skip
-
-
-TOY = Experiment(
-    "toy", "Two datapoints that disagree", "Appendix E",
-    "Gradients of different datapoints can conflict. SGD adds them up, so one can overwrite the other; FOOF finds the update "
-    "that serves both.",
-    _judge_toy, lambda _: [figures.toy_figure(toy())],
-)  # fmt: skip
-
-
-# Fig. 4B: FOOF against the others --------------------------------------------------------------------------------
-
-
-def _all_methods(preset: Preset) -> dict[str, Search]:
-    base, seeds = preset.base, preset.seeds
-
-    def search(setting: Setting, low: float, high: float, damping: float | None = None) -> Search:
-        lrs = lr_grid(low, high) if preset.fine else lr_grid(low, high)[1:2]
-        return Search(setting, lrs, (damping,), seeds=seeds)
-
-    return {
-        "SGD + momentum": search(base.but(optimizer="sgd", options=MOMENTUM), 0.003, 0.03),
-        "Adam": search(base.but(optimizer="adam"), 1e-4, 1e-3),
-        "KFAC": search(base.but(optimizer="kfac", options=EVERY_TEN), 0.003, 0.03, 0.01),
-        "FOOF": search(base.but(optimizer="foof", options=EVERY_TEN), 0.3, 3.0, 1.0),
-    }
-
-
-def _judge_all_methods(found: Found) -> list[Verdict]:
-    foof = of(found["FOOF"].records, "train_loss")
-    searched = all(len(tuned.tried) > 1 for tuned in found.values())
-    verdicts = []
-    for other in ("SGD + momentum", "Adam", "KFAC"):
-        loss = of(found[other].records, "train_loss")
-        verdicts.append(Verdict(
-            f"foof-vs-{found[other].best.optimizer}", "Section 4, Fig. 4B",
-            f"FOOF reaches a lower training loss than {other} in the same number of steps.",
-            f"FOOF {foof}; {other} {loss}; ratio {loss.mean / foof.mean:.3g}",
-            "learning rates were searched, and mean final training loss is lower by more than both standard deviations together",
-            lower(foof, loss) if searched else Ruling.UNDECIDED, "methods",
-        ))  # fmt: skip
-    return verdicts
-
-
-def _draw_all_methods(found: Found) -> list[go.Figure]:
-    long = min(len(r.series["step"]) for t in found.values() for r in t.records) >= 300  # the paper logs 600 points
-    keep = 0.9 if long else 0.0  # over few points, smoothing would show itself alone
-    curves = [figures.curve(t.records, label, keep=keep) for label, t in found.items()]
-    heading = "Training loss of mini-batches" + (", smoothed as in the paper (0.9)" if long else "")
-    drawn = [figures.curves_figure(curves, heading)]
-    if any(len(t.tried) > 1 for t in found.values()):
-        drawn.append(figures.tuning_figure({label: t.tried for label, t in found.items()}, "The search behind it, one seed"))
-    return drawn
-
-
-METHODS_COMPARED = Experiment(
-    "methods", "FOOF against SGD, Adam and KFAC", "Section 4, Fig. 4B",
-    "Gradient descent on neurons (FOOF) trains faster than SGD with momentum and Adam, and also than KFAC, each tuned by its own "
-    "search.",
-    _judge_all_methods, _draw_all_methods, _all_methods,
-)  # fmt: skip
-
-EXPERIMENTS: dict[str, Experiment] = {e.id: e for e in (TOY, METHODS_COMPARED)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,24 @@ from plotly.subplots import make_subplots
 from foof.study.methods import title
 from foof.study.setting import Record, Setting
 from foof.study.toy import Toy
+from foof.study.verdict import Spread
 
 # One colour per method, the same in every figure; told apart by people who see colours differently (Okabe & Ito),
-# and readable on light and dark ground.
-COLOURS = {
-    "SGD": "#8a8f98", "SGD + momentum": "#8a8f98", "Adam": "#e69f00", "FOOF": "#d5513e", "KFAC": "#0a84c6",
-    "Natural gradient": "#009e73",
+# and readable on light and dark ground. A variant has a shade of its family's colour.
+FAMILIES = {
+    "SGD": ("#8a8f98", "#5d636d"),
+    "Adam": ("#e69f00",),
+    "FOOF": ("#d5513e", "#a32a1d", "#f0876f", "#b5179e", "#e85d9e", "#7a1f12"),
+    "KFAC": ("#0a84c6", "#5bb5ea", "#0b4f8a", "#2f6fdd"),
+    "Natural": ("#009e73", "#56c9a4", "#00664b"),
+    "independent": ("#009e73", "#00664b"),
+    "same": ("#cc79a7", "#8f3f6c"),
+}
+SPECIAL = {
+    "KFAC, standard damping": "#7f5af0", "KFAC, standard damping as released": "#b8a200", "KFAC, subsampled": "#5bb5ea",
+    "FOOF with KFAC's λ_A": "#d5513e", "KFAC, λ = 0.0001": "#0b4f8a", "KFAC, λ = 1e-06": "#2f8fd8", "KFAC, λ = 1e-08": "#8cc8f0",
+    "FOOF with KFAC's λ_A, λ = 0.0001": "#8f1f12", "FOOF with KFAC's λ_A, λ = 1e-06": "#d5513e",
+    "FOOF with KFAC's λ_A, λ = 1e-08": "#f3a08e",
 }  # fmt: skip
 OTHERS = ("#cc79a7", "#56b4e9", "#b8a200", "#7f5af0")
 
@@ -37,7 +49,14 @@ class Curve:
 
 
 def colour(label: str) -> str:
-    return COLOURS.get(label) or OTHERS[sum(label.encode()) % len(OTHERS)]
+    """The colour of a label: its family's own for the plain method, a shade for variants."""
+    if label in SPECIAL:
+        return SPECIAL[label]
+    for family, shades in FAMILIES.items():
+        if label.startswith(family):
+            plain = label in (family, f"{family} + momentum", f"{family} gradient") or len(shades) == 1
+            return shades[0] if plain else shades[1 + sum(label.encode()) % (len(shades) - 1)]
+    return OTHERS[sum(label.encode()) % len(OTHERS)]
 
 
 def smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
@@ -48,14 +67,17 @@ def smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
     return out
 
 
-def curve(records: Sequence[Record], label: str | None = None, name: str = "loss", keep: float = 0.0) -> Curve:
+def curve(
+    records: Sequence[Record], label: str | None = None, name: str = "loss", keep: float = 0.0, until: int | None = None, x: str = "step"
+) -> Curve:
     """One curve of records that differ in their seed alone. Seeds that diverged shorten it to where all still ran."""
     series = [smooth(r.series[name], keep) for r in records]
-    n = min(map(len, series))
+    steps = records[0].series[x]
+    n = min([*map(len, series), sum(s <= (until or math.inf) for s in steps)])
     mean = [statistics.fmean(s[i] for s in series) for i in range(n)]
     dev = [statistics.stdev([s[i] for s in series]) if len(series) > 1 else 0.0 for i in range(n)]
     low, high = [m - d for m, d in zip(mean, dev, strict=True)], [m + d for m, d in zip(mean, dev, strict=True)]
-    return Curve(label or title(records[0].setting), records[0].series["step"][:n], mean, low, high, len(records))
+    return Curve(label or title(records[0].setting), steps[:n], mean, low, high, len(records))
 
 
 def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
@@ -115,7 +137,24 @@ def curves_figure(
     return style(figure, heading)
 
 
-def tuning_figure(tried: dict[str, Sequence[Record]], heading: str) -> go.Figure:
+def bars_figure(ours: Mapping[str, Spread], published: Mapping[str, float], heading: str, y: str, log: bool) -> go.Figure:
+    """One bar for each method with its deviation; published values as diamonds."""
+    figure = go.Figure()
+    figure.add_bar(
+        x=list(ours), y=[s.mean for s in ours.values()], name="ours", marker={"color": [colour(label) for label in ours]},
+        error_y={"type": "data", "array": [s.deviation for s in ours.values()]}, hovertemplate="%{y:.3g}",
+    )  # fmt: skip
+    there = {label: published[label] for label in ours if label in published}
+    if there:
+        figure.add_scatter(x=list(there), y=list(there.values()), name="published", mode="markers", hovertemplate="%{y:.3g}",
+                           marker={"symbol": "diamond", "size": 11, "color": "#8a8f98", "line": {"width": 1}})  # fmt: skip
+    values = [*(s.mean for s in ours.values()), *there.values()]
+    limits = {"range": [min(values) - 3, min(100, max(values) + 1)]} if not log and values and min(values) > 50 else {}
+    figure.update_yaxes(title=y, **(log_axis(values) if log else limits))
+    return style(figure, heading).update_layout(showlegend=bool(there))
+
+
+def tuning_figure(tried: Mapping[str, Sequence[Record]], heading: str) -> go.Figure:
     """Final training loss over learning rate, one line per method (and damping); diverged runs are left out."""
     figure = go.Figure()
     for label, records in tried.items():

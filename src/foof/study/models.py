@@ -23,9 +23,7 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, generator: torch.Gener
     return nn.Sequential(*layers[:-1])
 
 
-def build(
-    name: str, shape: Sequence[int], hidden: Sequence[int], outputs: int, generator: torch.Generator | None = None
-) -> nn.Module:
+def build(name: str, shape: Sequence[int], hidden: Sequence[int], outputs: int, generator: torch.Generator | None = None) -> nn.Module:
     """The network called `name` for inputs of `shape` (C, H, W)."""
     if name == "mlp":
         return mlp(math.prod(shape), hidden, outputs, generator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,19 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from foof.study.experiments import Outcome, Preset
+from foof.study.experiments import Experiment, Outcome, recall, remembered
+from foof.study.headline import Headline, headline
+from foof.study.presets import PRESETS, Preset
+from foof.study.rules import Term
 from foof.study.setting import Record
+from foof.study.store import Store
 from foof.study.tune import Tuned
 from foof.study.verdict import Ruling, Verdict, of
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. `rows` is a table of what was run, with the same keys in each."""
+    """One part of the report. `rows` is a table of what was run, `comparisons` one of published curves and ours."""
 
     id: str
     title: str
@@ -30,19 +34,22 @@ class Section:
     figures: Sequence[go.Figure]
     rows: Sequence[dict[str, str]]
     rerun: str
+    note: str = ""
+    comparisons: Sequence[dict[str, str]] = field(default_factory=list)
 
 
-def _row(label: str, tuned: Tuned) -> dict[str, str]:
+def _row(label: str, tuned: Tuned, until: int | None) -> dict[str, str]:
     """What a method was run with and what came of it."""
     best, diverged = tuned.best, sum(r.status == "diverged" for r in tuned.tried)
     damping = f"{best.damping:g}" if isinstance(best.damping, float) else best.damping or "–"
+    tried = f"{len(tuned.tried)}" + (f", {diverged} diverged" if diverged else "")
     return {
-        "method": label,
+        "curve": label,
         "learning rate": f"{best.lr:g}" + (" (edge of grid)" if tuned.on_edge else ""),
         "damping λ": damping,
         "options": ", ".join(f"{k} = {v}" for k, v in best.options) or "–",
-        "tried": f"{len(tuned.tried)}" + (f", {diverged} diverged" if diverged else ""),
-        "training loss": str(of(tuned.records, "train_loss")),
+        "tried": tried if tuned.grid_done else f"{tried}, grid not finished",
+        "training loss": str(Term(label).spread({label: tuned}, until)),
         "test accuracy": f"{100 * of(tuned.records, 'test_accuracy').mean:.2f} %",
         "ms per step": f"{1000 * of(tuned.records, 'seconds_per_step').mean:.1f}",
     }
@@ -51,8 +58,15 @@ def _row(label: str, tuned: Tuned) -> dict[str, str]:
 def section(outcome: Outcome, preset: Preset) -> Section:
     """The section of an experiment's outcome."""
     e = outcome.experiment
-    rows = [_row(label, tuned) for label, tuned in outcome.found.items()]
-    return Section(e.id, e.title, e.where, e.claimed, outcome.figures, rows, f"foof reproduce {e.id} --preset {preset.name}")
+    rows = [_row(label, tuned, e.until(preset)) for label, tuned in outcome.found.items()]
+    compared = [
+        {"panel": f"Fig. {c.panel}", "curve": c.curve, "step": f"{c.step:g}", "published": f"{c.published:.4g}", "ours": str(c.ours),
+         "ours / published": f"{c.ratio:.3g}"}
+        for c in outcome.comparisons
+    ]  # fmt: skip
+    figures = [d.figure() for d in outcome.drawings]
+    rerun = f"foof reproduce {e.id} --preset {preset.name}"
+    return Section(e.id, e.title, e.where, e.claimed, figures, rows, rerun, e.note, compared)
 
 
 def _records(outcomes: Iterable[Outcome]) -> list[Record]:
@@ -64,19 +78,36 @@ def facts(outcomes: Sequence[Outcome], preset: Preset) -> dict[str, str]:
     records = list({r.key: r for r in _records(outcomes)}.values())
     said: dict[str, str] = {"preset": f"{preset.name}: {preset.about}", "runs": f"{len(records)}"}
     if records:
-        said["training time"] = f"{sum(r.cost['seconds'] for r in records) / 60:.1f} minutes on one core"
+        said["training time"] = f"{sum(r.cost['seconds'] for r in records) / 60:.1f} minutes on one core, shared with others"
         for name in ("foof", "source", "torch", "python", "processor", "train_records"):
             values = sorted({str(r.environment.get(name, "")) for r in records} - {""})
             said[name.replace("_", " ")] = ", ".join(values) or "unknown"
     return said
 
 
-def render(verdicts: Sequence[Verdict], sections: Sequence[Section], said: dict[str, str]) -> str:
+@dataclass(frozen=True)
+class Line:
+    """A row of the first table: a verdict, and the same claim's verdict at the paper's scale where this report is smaller."""
+
+    verdict: Verdict
+    paper: Verdict | None = None
+
+
+def lines(outcomes: Sequence[Outcome], beside: Sequence[Outcome]) -> list[Line]:
+    """Verdicts in the paper's order; what has not been run comes last."""
+    there = {v.id: v for o in beside for v in o.verdicts if v.ruling is not Ruling.NOT_RUN}
+    found = [Line(v, there.get(v.id)) for o in outcomes for v in o.verdicts]
+    return sorted(found, key=lambda line: line.verdict.ruling is Ruling.NOT_RUN and line.paper is None)
+
+
+def render(
+    found: Sequence[Line], sections: Sequence[Section], said: dict[str, str], top: Headline | None = None, waiting: Sequence[Section] = ()
+) -> str:
     """The page as text. It loads nothing from the network."""
     env = Environment(loader=PackageLoader("foof.study"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    counts = Counter(v.ruling for v in verdicts)
+    counts = Counter(line.verdict.ruling for line in found)
     return env.get_template("report.html").render(
-        verdicts=verdicts, sections=sections, facts=said, rulings=[(r, counts[r]) for r in Ruling],
+        lines=found, sections=sections, waiting=waiting, facts=said, rulings=[(r, counts[r]) for r in Ruling], headline=top,
         figure_json=_figure_json, label=_label, plotly_js=get_plotlyjs(),
     )  # fmt: skip
 
@@ -92,14 +123,38 @@ def _label(figure: go.Figure) -> str:
     return f"{figure.layout.title.text}: {', '.join(names)}"
 
 
-def write(path: Path, outcomes: Sequence[Outcome], preset: Preset) -> Path:
-    """Write the report of `outcomes` to `path`, complete or not at all."""
-    verdicts = [v for o in outcomes for v in o.verdicts]
-    text = render(verdicts, [section(o, preset) for o in outcomes], facts(outcomes, preset))
+def write(path: Path, outcomes: Sequence[Outcome], preset: Preset, beside: Sequence[Outcome] = ()) -> Path:
+    """Write the report of `outcomes` to `path`, complete or not at all. `beside`: outcomes of the preset paper, if it is not that."""
+    shown = [section(o, preset) for o in outcomes if o.drawings]
+    waiting = [section(o, preset) for o in outcomes if not o.drawings]
+    top = headline(((PRESETS["paper"], beside), (preset, outcomes)))
+    text = render(lines(outcomes, beside), shown, facts(outcomes, preset), top, waiting)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     partial.write_text(text, encoding="utf-8")
     return partial.replace(path)
+
+
+def write_svgs(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
+    """Every drawing that has one as an SVG file, for papers and pages without scripts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for o in outcomes:
+        drawn = [text for d in o.drawings if (text := d.svg())]
+        for i, text in enumerate(drawn):
+            name = o.experiment.id + (f"-{i + 1}" if len(drawn) > 1 else "")
+            written.append(folder / f"{name}.svg")
+            written[-1].write_text(text, encoding="utf-8")
+    return written
+
+
+def recalled(experiments: Sequence[Experiment], preset: Preset, dump: Path) -> list[Outcome]:
+    """The outcomes of a dump of records; none if there is no dump."""
+    if not dump.exists():
+        return []
+    with Store(":memory:") as records:
+        records.load_dump(dump)
+        return recall(experiments, preset, remembered(records))
 
 
 def table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:

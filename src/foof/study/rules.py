@@ -44,7 +44,10 @@ def _mean_of(name: str, late: bool) -> Callable[[Record, int | None], float]:
 
 
 def _final(name: str) -> Callable[[Record, int | None], float]:
-    return lambda record, until=None: {**record.final, **record.cost}.get(name, math.nan)
+    def value(record: Record, until: int | None = None) -> float:
+        return {**record.final, **record.cost}.get(name, math.nan)
+
+    return value
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Term:
         return spread(quantity.scale * quantity.value(r, until) for r in found[self.label].records)
 
     def say(self, found: Found, until: int | None) -> str:
-        return f"{self.label} {self.spread(found, until)}{QUANTITIES[self.quantity].unit}"
+        return f"{self.label} {self.spread(found, until).say(QUANTITIES[self.quantity].unit)}"
 
 
 @dataclass(frozen=True)

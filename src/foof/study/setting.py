@@ -118,6 +118,4 @@ class Record:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Record:
         numbers = {name: {k: _number(v) for k, v in fields[name].items()} for name in ("series", "final", "cost")}
-        return cls(
-            Setting.from_dict(fields["setting"]), fields["status"], **numbers, environment=dict(fields["environment"])
-        )
+        return cls(Setting.from_dict(fields["setting"]), fields["status"], **numbers, environment=dict(fields["environment"]))

@@ -1,15 +1,17 @@
-"""Curves as a small SVG file, for pages that cannot run a script: it follows the reader's light or dark theme."""
+"""Curves and bars as a small SVG file, for pages that cannot run a script: it follows the reader's light or dark theme."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from foof.study.figures import Curve, colour
+from foof.study.verdict import Spread
 
-WIDTH, HEIGHT = 760, 380
-LEFT, RIGHT, TOP, BOTTOM = 64, 150, 44, 48
+WIDTH, HEIGHT = 860, 400
+LEFT, RIGHT, TOP, BOTTOM = 64, 250, 44, 48
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f; } .title { font-size: 15px; font-weight: 600; }
 .grid { stroke: #d0d7de; stroke-width: 1; } .muted { fill: #57606a; }
@@ -17,61 +19,100 @@ text { font: 13px system-ui, sans-serif; fill: #24292f; } .title { font-size: 15
 """
 
 
-def curves_svg(curves: Sequence[Curve], heading: str, y: str = "training loss") -> str:
-    """Means as lines and mean ± deviation as bands, over a logarithmic vertical axis; labels at the ends of the lines."""
-    values = [v for c in curves for v in c.mean if v > 0]
-    low, high = math.log10(min(values)), math.log10(max(values))
-    last = max(c.steps[-1] for c in curves)
+@dataclass(frozen=True)
+class Scale:
+    """Values to vertical places."""
+
+    low: float  # of the logarithm, if log
+    high: float
+    log: bool
+
+    @classmethod
+    def over(cls, values: Sequence[float], log: bool) -> Scale:
+        shown = [math.log10(v) if log else v for v in values if math.isfinite(v) and (v > 0 or not log)] or [0.0, 1.0]
+        return cls(min(shown), max(shown), log)
+
+    def at(self, value: float) -> float:
+        v = (math.log10(value) if value > 0 else self.low) if self.log else value
+        share = (v - self.low) / (self.high - self.low or 1)
+        return HEIGHT - BOTTOM - min(max(share, 0), 1) * (HEIGHT - TOP - BOTTOM)
+
+    def ticks(self) -> list[float]:
+        """{1, 3}·10^i (powers alone over many decades), or about five round numbers."""
+        if self.log:
+            digits = (1, 3) if self.high - self.low < 4 else (1,)
+            all_ = [d * 10.0**i for i in range(math.floor(self.low), math.ceil(self.high) + 1) for d in digits]
+            return [v for v in all_ if self.low - 1e-9 <= math.log10(v) <= self.high + 1e-9]
+        step = next((d * 10.0**k for k in range(-6, 9) for d in (1, 2, 5) if (self.high - self.low) / (d * 10.0**k) <= 6), 1.0)
+        first = math.ceil(self.low / step)
+        return [i * step for i in range(first, int(self.high // step) + 1)]
+
+
+def curves_svg(curves: Sequence[Curve], heading: str, y: str = "training loss", log: bool = True, published: Sequence[Curve] = ()) -> str:
+    """Means as lines and mean ± deviation as bands, published curves dotted; labels at the ends of the lines."""
+    curves, published = [c for c in curves if c.steps], [c for c in published if c.steps]
+    everything = [*curves, *published]
+    scale = Scale.over([v for c in everything for v in c.mean], log)
+    last = max((c.steps[-1] for c in everything), default=1)
 
     def px(step: float) -> float:
         return LEFT + step / last * (WIDTH - LEFT - RIGHT)
 
-    def py(value: float) -> float:
-        at = (math.log10(max(value, 10**low)) - low) / (high - low or 1)
-        return HEIGHT - BOTTOM - min(at, 1) * (HEIGHT - TOP - BOTTOM)
-
     def points(xs: Sequence[float], ys: Sequence[float]) -> str:
-        return " ".join(f"{px(a):.1f},{py(b):.1f}" for a, b in zip(xs, ys, strict=True))
+        return " ".join(f"{px(a):.1f},{scale.at(b):.1f}" for a, b in zip(xs, ys, strict=True))
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(heading)}">',
-        f"<style>{STYLE}</style>", f'<text class="title" x="{LEFT}" y="24">{escape(heading)}</text>',
-        *_axes(low, high, last, px, py, y),
-    ]  # fmt: skip
+    parts = [*_frame(heading, y, scale), *_steps(last, px)]
+    for c in published:
+        line = points(c.steps, c.mean)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour(c.label)}" stroke-width="1.5" stroke-dasharray="2 4"/>')
     for c in curves:
         band = points([*c.steps, *c.steps[::-1]], [*c.high, *c.low[::-1]])
         parts.append(f'<polygon points="{band}" fill="{colour(c.label)}" opacity="0.18"/>')
         parts.append(f'<polyline points="{points(c.steps, c.mean)}" fill="none" stroke="{colour(c.label)}" stroke-width="2.5"/>')
-    parts += _labels(curves, px(last) + 8, py)
+    parts += _labels(curves, px(last) + 8, scale)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _axes(low: float, high: float, last: float, px, py, y: str) -> list[str]:  # type: ignore[no-untyped-def]
-    """Grid lines at {1, 3}·10^i, and round steps along the bottom."""
-    out = []
-    for i in range(math.floor(low), math.ceil(high) + 1):
-        for digit in (1, 3):
-            v = digit * 10.0**i
-            if low - 1e-9 <= math.log10(v) <= high + 1e-9:
-                out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(v):.1f}" y2="{py(v):.1f}"/>')
-                out.append(f'<text class="muted" x="{LEFT - 8}" y="{py(v) + 4:.1f}" text-anchor="end">{v:g}</text>')
-    apart = next(d * 10**k for k in range(9) for d in (1, 2, 5) if last / (d * 10**k) <= 6)
-    ticks = range(0, int(last) + 1, apart)
-    out += [
-        f'<text class="muted" x="{px(t):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{t:g}</text>' for t in ticks
-    ]
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    out.append(f'<text class="muted" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
+def bars_svg(ours: Mapping[str, Spread], heading: str, y: str) -> str:
+    """One bar for each method, from zero, its value above it."""
+    scale = Scale(0.0, max((s.mean for s in ours.values()), default=1.0), log=False)
+    wide = (WIDTH - LEFT - 20) / max(1, len(ours))
+    parts = _frame(heading, y, scale, WIDTH - 20)
+    for i, (label, s) in enumerate(ours.items()):
+        x, top = LEFT + i * wide, scale.at(s.mean)
+        parts.append(f'<rect x="{x + 0.15 * wide:.1f}" width="{0.7 * wide:.1f}" y="{top:.1f}" height="{HEIGHT - BOTTOM - top:.1f}" '
+                     f'fill="{colour(label)}"/>')  # fmt: skip
+        parts.append(f'<text x="{x + wide / 2:.1f}" y="{top - 5:.1f}" text-anchor="middle">{s.mean:.3g}</text>')
+        parts.append(f'<text x="{x + wide / 2:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{escape(label)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _frame(heading: str, y: str, scale: Scale, right: float = WIDTH - RIGHT) -> list[str]:
+    """Heading, grid lines and the name of the vertical axis."""
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(heading)}">',
+        f"<style>{STYLE}</style>", f'<text class="title" x="{LEFT}" y="24">{escape(heading)}</text>',
+    ]  # fmt: skip
+    for v in scale.ticks():
+        out.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{scale.at(v):.1f}" y2="{scale.at(v):.1f}"/>')
+        out.append(f'<text class="muted" x="{LEFT - 8}" y="{scale.at(v) + 4:.1f}" text-anchor="end">{v:.4g}</text>')
     turned = f'transform="translate(16 {HEIGHT / 2}) rotate(-90)"'
-    out.append(f'<text class="muted" {turned} text-anchor="middle">{escape(y)}</text>')
-    return out
+    return [*out, f'<text class="muted" {turned} text-anchor="middle">{escape(y)}</text>']
 
 
-def _labels(curves: Sequence[Curve], x: float, py) -> list[str]:  # type: ignore[no-untyped-def]
+def _steps(last: float, px) -> list[str]:  # type: ignore[no-untyped-def]
+    """Round steps along the bottom."""
+    apart = next(d * 10**k for k in range(9) for d in (1, 2, 5) if last / (d * 10**k) <= 6)
+    at = HEIGHT - BOTTOM + 20
+    out = [f'<text class="muted" x="{px(t):.1f}" y="{at}" text-anchor="middle">{t:g}</text>' for t in range(0, int(last) + 1, apart)]
+    return [*out, f'<text class="muted" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>']
+
+
+def _labels(curves: Sequence[Curve], x: float, scale: Scale) -> list[str]:
     """Names at the ends of the lines, moved apart where they would overlap."""
     out, previous = [], -math.inf
-    for c in sorted(curves, key=lambda c: py(c.mean[-1])):
-        at = max(py(c.mean[-1]) + 4, previous + 16)
+    for c in sorted(curves, key=lambda c: scale.at(c.mean[-1])):
+        at = max(scale.at(c.mean[-1]) + 4, previous + 16)
         out.append(f'<text x="{x:.1f}" y="{at:.1f}" style="fill:{colour(c.label)};font-weight:600">{escape(c.label)}</text>')
         previous = at
     return out

@@ -119,9 +119,7 @@ def _on_cores(settings: Sequence[Setting], workers: int) -> Generator[Record, No
             _stop(pool)
 
 
-def _drain(
-    pool: ProcessPoolExecutor, left: dict[Setting, None], attempts: Counter[Setting], workers: int
-) -> Iterator[Record]:
+def _drain(pool: ProcessPoolExecutor, left: dict[Setting, None], attempts: Counter[Setting], workers: int) -> Iterator[Record]:
     """Keep one setting per worker in flight, so that a death is blamed only on settings that were running."""
     flying: dict[Future[Record], Setting] = {}
     queue = iter(list(left))

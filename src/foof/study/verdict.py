@@ -40,8 +40,12 @@ class Spread:
     deviation: float
     n: int
 
+    def say(self, unit: str = "") -> str:
+        around = f" ± {self.deviation:.1g}" if self.n > 1 else ""
+        return f"{self.mean:.3g}{around}{unit} (n = {self.n})"
+
     def __str__(self) -> str:
-        return f"{self.mean:.3g} ± {self.deviation:.1g} (n = {self.n})" if self.n > 1 else f"{self.mean:.3g} (n = 1)"
+        return self.say()
 
 
 def spread(values: Iterable[float]) -> Spread:
