@@ -40,26 +40,36 @@ def functions_of(file):
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+def features():
+    """(feature, its four cells, the tests named for it) of docs/features.md."""
+    text = (DOCS / "features.md").read_text(encoding="utf-8")
+    tests = dict(re.findall(r"^- \*\*(.*)\*\*: (.*)$", text, flags=re.M))
+    for row in re.findall(r"^\| (?!\|)(.*) \|$", text, flags=re.M):
+        feature, *cells = (cell.strip() for cell in row.split("|"))
+        yield feature, cells, re.findall(r"`(tests/\w+\.py)::(\w+)(?:\[(\w+)\])?`", tests[feature])
+
+
 def test_every_tick_names_tests_that_exist():
-    rows = [line for line in (DOCS / "features.md").read_text(encoding="utf-8").splitlines() if "✓" in line and line.startswith("| ")]
-    assert len(rows) > 15
-    for row in rows:
-        named = re.findall(r"`(tests/\w+\.py)::(\w+)(?:\[(\w+)\])?`", row)
-        assert named, row
-        for file, test, feature in named:
+    found = list(features())
+    assert len(found) > 20
+    for feature, _, named in found:
+        assert named, feature
+        for file, test, parameter in named:
             assert test in functions_of(file), f"{file}::{test}"
-            assert not feature or feature in functions_of(file), f"{file}::{test}[{feature}]"
+            assert not parameter or parameter in functions_of(file), f"{file}::{test}[{parameter}]"
 
 
 def test_exceptions_are_not_ticked():
     """What tests/test_features.py excepts is no ✓ in the table, and the other way round."""
-    from test_features import EXCEPTIONS, OPTIMIZERS
+    from test_features import EXCEPTIONS, FEATURES, OPTIMIZERS
 
-    for row in (DOCS / "features.md").read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in row.split("|")[2:6]]
-        for feature in re.findall(r"test_feature\[(\w+)\]", row):
+    seen = set()
+    for _, cells, named in features():
+        for _, _, parameter in named:
             for name, cell in zip(OPTIMIZERS, cells, strict=True):
-                assert cell.startswith("✓") == ((feature, name) not in EXCEPTIONS), f"{feature}, {name}: {cell}"
+                assert not parameter or cell.startswith("✓") == ((parameter, name) not in EXCEPTIONS), f"{parameter}, {name}: {cell}"
+            seen.add(parameter)
+    assert {feature.__name__ for feature in FEATURES} <= seen
 
 
 def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
