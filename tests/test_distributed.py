@@ -1,7 +1,9 @@
 """Two processes over gloo do what one does with the joined batch: DDP, FSDP2, checkpoints, and what may go wrong."""
 
 import os
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -485,3 +487,24 @@ def test_what_cannot_be_done_is_refused():
     for kfac, natural in run(refuse, 2):
         assert "use FOOF, or DistributedDataParallel" in kfac
         assert "Use FOOF or KFAC here" in natural
+
+
+def examples(rank, checkpoint):
+    """Both examples for torchrun, the second interrupted and started again; whoever starts them sets what torchrun would."""
+    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    import torchrun_gpt
+    import torchrun_mlp
+
+    accuracies = [torchrun_mlp.main(60, sharded) for sharded in (False, True)]
+    straight = torchrun_gpt.main(40)
+    torchrun_gpt.main(20, checkpoint)
+    return accuracies, straight, torchrun_gpt.main(40, checkpoint)
+
+
+def test_examples_for_torchrun(tmp_path):
+    ours, theirs = run(examples, 2, str(tmp_path / "gpt.pt"), initialise=False)
+    assert ours == theirs
+    accuracies, straight, resumed = ours
+    assert min(accuracies) > 0.7
+    assert abs(accuracies[0] - accuracies[1]) < 0.01  # DDP and FSDP2 differ by rounding
+    assert abs(straight - resumed) < 1e-5

@@ -23,24 +23,31 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _start(rank: int, world: int, port: int, worker: Callable[..., Any], args: tuple[Any, ...], answers: Any) -> None:
+def _start(rank: int, world: int, port: int, initialise: bool, worker: Callable[..., Any], args: tuple[Any, ...], answers: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        if initialise:
+            dist.init_process_group("gloo", rank=rank, world_size=world)
         file = io.BytesIO()  # tensors in a queue would need their sender to stay alive
         torch.save(worker(rank, *args), file)
         answers.put((rank, file.getvalue(), None))
-        dist.destroy_process_group()
+        if initialise:
+            dist.destroy_process_group()
     except Exception:
         answers.put((rank, None, traceback.format_exc()))
 
 
-def run(worker: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """``worker(rank, *args)`` in each of ``world`` processes; an exception of any is raised here."""
+def run(worker: Callable[..., Any], world: int, *args: Any, timeout: float = 240, initialise: bool = True) -> list[Any]:
+    """``worker(rank, *args)`` in each of ``world`` processes; an exception of any is raised here.
+
+    Without ``initialise`` the worker makes the process group itself, from the variables that torchrun would set.
+    """
     answers = _context.Queue()
     port = free_port()
-    processes = [_context.Process(target=_start, args=(r, world, port, worker, args, answers), daemon=True) for r in range(world)]
+    processes = [
+        _context.Process(target=_start, args=(r, world, port, initialise, worker, args, answers), daemon=True) for r in range(world)
+    ]
     for process in processes:
         process.start()
     results: list[Any] = [None] * world

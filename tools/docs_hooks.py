@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,27 @@ def bf16_loss() -> str:
     return table(["seed", "float32", "bfloat16 autocast", "difference"], rows) + f"\n\nMean difference {mean:+.1f} %."
 
 
-TABLES: dict[str, Callable[[], str]] = {"char_gpt": char_gpt, "bf16_loss": bf16_loss}
+def study() -> str:
+    """Verdicts of every claim that the records in the package decide, preset by preset, the largest first."""
+    from foof.study.experiments import committed, experiments_of, recall, remembered
+    from foof.study.presets import PRESETS
+    from foof.study.store import Store
+
+    parts = []
+    for preset in reversed(PRESETS.values()):
+        if not committed(preset).exists():
+            continue
+        with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "records.sqlite") as store:
+            store.load_dump(committed(preset))
+            outcomes = recall(list(experiments_of(preset).values()), preset, remembered(store))
+        verdicts = [v for outcome in outcomes for v in outcome.verdicts if v.ruling != "not run"]
+        rows = [[v.claim, v.where, v.measured, f"**{v.ruling}**"] for v in verdicts]
+        parts.append(f"### Preset `{preset.name}`\n\n{preset.about[0].upper()}{preset.about[1:]}.\n\n"
+                     + table(["claim", "where", "measured", ""], rows))  # fmt: skip
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, Callable[[], str]] = {"char_gpt": char_gpt, "bf16_loss": bf16_loss, "study": study}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
