@@ -27,6 +27,7 @@ Weights = Sequence[float | Tensor]  # a diagonal: for each parameter one number,
 
 ROWS = 1024  # rows of a at a time on each side of a product of rows
 BUDGET = 2**28  # bytes for the gradients of a slice of neurons
+MANY = 16  # vectors at once for which a small block forms its columns
 PASSES = 16  # what writing, multiplying and summing one entry of a product of rows costs, in multiply-adds
 
 
@@ -89,6 +90,8 @@ class Columns:
     def project(self, us: Vectors) -> Tensor:
         """``Gᵀu`` for k vectors: ``(K·N, k)``. us: one ``(k, *p.shape)`` for each of ``params``."""
         k = len(us[0])
+        if self._better_formed(k, us[0].dtype):
+            return self.flat(us[0].dtype) @ torch.cat([u.flatten(1) for u in us], dim=1).mT
         projected = us[0].new_zeros(k, self.K, self.N)
         for call in self.calls:
             weights, biases = self._of_layer(us, call.layer)
@@ -103,6 +106,8 @@ class Columns:
     def combine(self, w: Tensor) -> Vectors:
         """``G w`` for k vectors w ``(K·N, k)``: one ``(k, *p.shape)`` for each of ``params``."""
         k = w.shape[1]
+        if self._better_formed(k, w.dtype):
+            return self.pieces(w.mT @ self.flat(w.dtype))
         weights = w.mT.reshape(k, self.K, self.N)
         combined = [p.new_zeros(k, *p.shape, dtype=w.dtype) for p in self.params]
         where = {id(p): i for i, p in enumerate(self.params)}
@@ -117,6 +122,15 @@ class Columns:
                     if gradient is not None:
                         combined[where[id(p)]][j] += gradient
         return combined
+
+    def _better_formed(self, k: int, dtype: torch.dtype) -> bool:
+        """For many vectors on a small block, one product with its columns beats a pass for each vector."""
+        return k >= MANY and self.K * self.N * self.size * (torch.finfo(dtype).bits // 8) <= BUDGET
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """A tensor ``(..., P)`` in the shapes ``(..., *p.shape)`` of the block's parameters."""
+        split = flat.split([p.numel() for p in self.params], dim=-1)
+        return [piece.reshape(*flat.shape[:-1], *p.shape) for piece, p in zip(split, self.params, strict=True)]
 
     def _of_layer(self, us: Vectors, layer: Layer) -> tuple[Tensor, Tensor | None]:
         where = {id(p): i for i, p in enumerate(self.params)}
@@ -231,12 +245,12 @@ class Columns:
         width = layer.groups * len(range(*part.indices(layer.n))) * layer.m
         gradients = torch.empty(self.K, stop - start, width, dtype=dtype, device=layer.weight.device)
         for chunk in chunks(stop - start, BUDGET // (8 * self.R * max(layer.m, layer.n) * layer.groups)):
-            A, E = self._dense_rows(slice(start + chunk.start, start + chunk.stop), dtype)
+            A, E = self.dense_rows(slice(start + chunk.start, start + chunk.stop), dtype)
             for k in range(self.K):
                 gradients[k, chunk] = (E[:, k, ..., part].mT @ A).transpose(0, 1).flatten(1)  # (G, b, p, m) → (b, G·p·m)
         return gradients
 
-    def _dense_rows(self, chunk: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dense_rows(self, chunk: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Inputs ``(G, b, R, m)``, one-hot for an embedding, and errors ``(G, K, b, R, n)``."""
         A, E = self._rows(chunk, dtype)
         layer, b = self.layer, chunk.stop - chunk.start
@@ -251,10 +265,10 @@ class Columns:
         for call in self.calls:
             alone = Columns(call.layer.parameters, [Call(call.layer, call.x, call.errors)], self.N, self.K)
             gradients = alone.of_neurons(slice(None), dtype, datapoints)
-            columns.index_add_(2, self._positions(call.layer), gradients)
+            columns.index_add_(2, self.positions(call.layer), gradients)
         return columns.flatten(0, 1)
 
-    def _positions(self, layer: Layer) -> Tensor:
+    def positions(self, layer: Layer) -> Tensor:
         """Where the entries of the matrix ``[W, bias]`` are in the block's flat vector: ``(G·n·m,)``."""
         at = [
             torch.arange(self.offsets[id(p)], self.offsets[id(p)] + p.numel(), device=p.device).reshape(p.shape)
@@ -270,7 +284,7 @@ class Columns:
     def _matrix_weights(self, weights: Weights, dtype: torch.dtype) -> Tensor:
         """A diagonal in the layout of the matrix: ``(G, n, m)``."""
         layer = self.layer
-        return self.flat_weights(weights, dtype)[self._positions(layer)].reshape(layer.groups, layer.n, layer.m)
+        return self.flat_weights(weights, dtype)[self.positions(layer)].reshape(layer.groups, layer.n, layer.m)
 
     def diagonal(self, dtype: torch.dtype) -> list[Tensor]:
         """``diag(G Gᵀ)``: for each parameter the sum of its squared gradients."""
@@ -281,12 +295,12 @@ class Columns:
             x = part.x if layer.diagonal else part.x.square()
             squares = sum(layer.weight_gradient(x, e.square()) for e in part.errors)
             assert isinstance(squares, Tensor)
-            flat = squares.new_zeros(self.size).index_add_(0, self._positions(layer), squares.flatten())
+            flat = squares.new_zeros(self.size).index_add_(0, self.positions(layer), squares.flatten())
         else:
             flat = torch.zeros(self.size, dtype=dtype, device=self.params[0].device)
             for chunk in chunks(self.N, BUDGET // (8 * self.K * self.size)):
                 flat += self.flat(dtype, chunk).square().sum(0)
-        return [flat[o : o + p.numel()].reshape(p.shape) for p, o in zip(self.params, self.offsets.values(), strict=True)]
+        return self.pieces(flat)
 
     def own(self, weights: Weights | None, dtype: torch.dtype) -> Tensor:
         """Each datapoint's own block of ``Gᵀ diag(weights) G``: ``(N, K, K)``."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from foof import linalg
 from foof.fisher import Diagonal, Fisher
+from foof.gradients import Columns
 from foof.gram import GramOperator, Precision
 from foof.likelihood import Categorical, Gaussian, Labels, Likelihood, likelihood_named
 from foof.recording import call_model, record
@@ -195,13 +196,13 @@ class KroneckerPosterior(SampledNetworks):
     def sample(self, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
         drawn: dict[int, Tensor] = {}
         for factors in self.factors:
-            layer = factors.layer
+            block, layer = factors.block, factors.block.layer
             shape = (n, layer.groups, layer.n, layer.m)
             Z = torch.randn(shape, dtype=factors.s_A.dtype, device=factors.s_A.device, generator=generator)
             deviations = factors.U_E @ (Z / factors.precision(self.datapoints, self.prior_precision).sqrt()) @ factors.U_A.mT
-            split = [layer.split(d if layer.groups > 1 else d[0]) for d in deviations]
-            for i, p in enumerate(layer.parameters):
-                drawn[id(p)] = torch.stack([each[i] for each in split])
+            flat = torch.empty(n, block.size, dtype=Z.dtype, device=Z.device)
+            flat[:, block.positions(layer)] = deviations.flatten(1)
+            drawn.update({id(p): piece for p, piece in zip(block.params, block.pieces(flat), strict=True)})
         return [drawn[id(p)] for p in self.params]
 
     def log_marginal_likelihood(self, prior_precision: float | None = None) -> Tensor:
@@ -225,24 +226,24 @@ class KroneckerPosterior(SampledNetworks):
 class _LayerFactors:
     """Eigenvalues and eigenvectors of one layer's Σ ``(G, m, m)`` and Σ_E ``(G, n, n)``."""
 
-    layer: Any
+    block: Columns
     s_A: Tensor
     U_A: Tensor
     s_E: Tensor
     U_E: Tensor
 
     @classmethod
-    def make(cls, block: Any, first_factor_only: bool) -> _LayerFactors:
+    def make(cls, block: Columns, first_factor_only: bool) -> _LayerFactors:
         """``Σ = 1/N Σ a aᵀ``, ``Σ_E = 1/(N R) Σ e eᵀ``; for the first factor alone, Σ_E becomes its mean eigenvalue times I."""
         dtype = torch.promote_types(block.params[0].dtype, torch.float32)
-        A, E = block._dense_rows(slice(0, block.N), dtype)
+        A, E = block.dense_rows(slice(0, block.N), dtype)
         A, E = A.flatten(1, 2), E.flatten(1, 3)
         s_A, U_A = linalg.eigh(A.mT @ A / block.N)
         s_E, U_E = linalg.eigh(E.mT @ E / (block.N * block.R))
         if first_factor_only:
             s_E = s_E.mean(-1, keepdim=True).expand_as(s_E)
             U_E = torch.eye(s_E.shape[-1], dtype=dtype, device=s_E.device).expand_as(U_E)
-        return cls(block.layer, s_A, U_A, s_E, U_E)
+        return cls(block, s_A, U_A, s_E, U_E)
 
     def precision(self, c: float, prior: float) -> Tensor:
         """Eigenvalues ``c s_E s_Aᵀ + λ`` of the posterior precision, ``(G, n, m)``."""
