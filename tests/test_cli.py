@@ -28,19 +28,43 @@ def test_reproduce_ends_in_a_report_and_does_nothing_twice(capsys, tmp_path):
     out = tmp_path / "out"
     status, said, _ = foof(capsys, "reproduce", "--preset", "smoke", "--out", out)
     assert status == 0
+    assert "core-minutes" in said
     assert "FOOF reaches a lower training loss than Adam" in said
-    assert said.count("seed") == 8
+    runs = said.count(", seed ")
+    assert runs > 80
     assert (out / "report.html").stat().st_size > 10**6
     with (out / "records.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == 8
-    status, said, _ = foof(capsys, "reproduce", "toy", "methods", "--preset", "smoke", "--out", out)
-    assert (status, said.count("seed")) == (0, 0)
+        assert len(list(csv.DictReader(file))) == runs
+    status, said, _ = foof(capsys, "reproduce", "toy", "fig4b", "--preset", "smoke", "--out", out)
+    assert (status, said.count(", seed ")) == (0, 0)
 
     (out / "report.html").unlink()
-    assert foof(capsys, "report", "--preset", "smoke", "--out", out)[0] == 0
+    assert foof(capsys, "report", "--preset", "smoke", "--out", out, "--svg")[0] == 0
     assert (out / "report.html").exists()
-    assert foof(capsys, "export", tmp_path / "all.jsonl.gz", "--out", out)[1].startswith("8 records")
+    assert (out / "figures" / "fig4b.svg").exists()
+    assert foof(capsys, "export", tmp_path / "all.jsonl.gz", "--out", out)[1].startswith(f"{runs} records")
     assert (tmp_path / "all.jsonl.gz").exists()
+
+
+def test_one_claim_runs_only_what_it_needs(capsys, tmp_path):
+    status, said, _ = foof(capsys, "reproduce", "foof-vs-sgd", "--preset", "smoke", "--out", tmp_path, "--workers", 1)
+    assert (status, said.count(", seed ")) == (0, 4)
+    assert "FOOF" in said
+    assert "Adam" not in said
+
+
+def test_claims_are_listed_with_their_rules(capsys, tmp_path):
+    status, said, _ = foof(capsys, "claims", "--preset", "smoke", "--out", tmp_path)
+    assert status == 0
+    assert "foof-vs-kfac" in said
+    assert "not run" in said
+
+
+def test_a_search_of_its_own(capsys, tmp_path):
+    search = ["sweep", "foof", "--lr", "1", "--damping", "1", "--seeds", 2, "--option", "T=5"]
+    status, said, _ = foof(capsys, *search, "--preset", "smoke", "--out", tmp_path, "--workers", 1)
+    assert status == 0
+    assert "best: " in said
 
 
 def test_report_without_records_says_what_to_do(capsys, tmp_path):
@@ -77,7 +101,7 @@ def test_train_shows_one_run(capsys):
         (["train", "sgd", "--lr", "-1"], 1, "lr must be a positive number"),
         (["train", "sgd", "--dataset", "mnits"], 1, "no data set is called 'mnits'"),
         (["train", "sgd", "--option", "momentum"], 2, "NAME=VALUE"),
-        (["reproduce", "fig9"], 2, "no experiment is called 'fig9'"),
+        (["reproduce", "fig9"], 2, "no experiment and no claim of the preset quick is called 'fig9'"),
         (["reproduce", "--preset", "huge"], 2, "no preset is called 'huge'"),
     ],
 )

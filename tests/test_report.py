@@ -5,32 +5,49 @@ import math
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
-from foof.study import figures, report
-from foof.study.experiments import EXPERIMENTS, PRESETS, NotRun, committed, conduct, remembered
-from foof.study.run import run
+from foof.study import figures, published, report
+from foof.study.claims import CLAIMS
+from foof.study.drawings import compare
+from foof.study.experiments import chosen, committed, conduct, experiments_of, recall, remembered
+from foof.study.presets import PRESETS
+from foof.study.rules import All, Between, Bound, Lower, Similar, Term, decide, end_loss
+from foof.study.runs import FOOF, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
 from foof.study.setting import Record, Setting
 from foof.study.store import Store
-from foof.study.svg import curves_svg
+from foof.study.svg import bars_svg, curves_svg
 from foof.study.toy import toy
+from foof.study.tune import Tuned
 from foof.study.verdict import Ruling, Spread, Verdict, lower, of, spread
 
-SMOKE = PRESETS["smoke"]
-SEARCHED = replace(SMOKE, fine=True)
+SMOKE, QUICK, PAPER = (PRESETS[name] for name in ("smoke", "quick", "paper"))
+SPEED = {"foof": 0.02, "kfac": 0.05, "natural": 0.4, "adam": 0.2, "sgd": 0.3}  # end losses of the made-up world below
+
+
+def made_up(setting: Setting) -> Record:
+    """A record without training: losses that fall to an end value of the optimizer, and depend a little on the seed."""
+    steps = list(range(1, setting.steps + 1, setting.log_every))
+    end = SPEED[setting.optimizer.partition("-")[0]] * (1 + 0.01 * setting.seed) * (1 + abs(math.log10(setting.lr)) / 10)
+    loss = [end + 2 * math.exp(-8 * (x - 1) / setting.steps) for x in steps]
+    every = setting.option("measure_every", setting.log_every)
+    at = list(range(1, setting.steps + 1, every)) if setting.measure else []
+    series = {"step": steps, "loss": loss, **({"measured_at": at} if at else {}), **{m: [0.5 + 0.001 * setting.seed] * len(at) for m in setting.measure}}
+    final = {"train_loss": end, "test_accuracy": 0.9 - end / 10, "last_loss": end}
+    return Record(setting, "finished", series, final, {"seconds": 1.0, "seconds_per_step": end, "cpu_per_step": 0.01 * end}, {})
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return conduct(list(EXPERIMENTS.values()), SEARCHED, lambda settings: [run(s) for s in settings])
+    return conduct(list(experiments_of(QUICK).values()), QUICK, lambda settings: [made_up(s) for s in settings])
 
 
 @pytest.fixture(scope="module")
 def page(outcomes, tmp_path_factory):
-    return report.write(tmp_path_factory.mktemp("out") / "report.html", outcomes, SMOKE)
+    return report.write(tmp_path_factory.mktemp("out") / "report.html", outcomes, QUICK)
 
 
 def test_spread_and_order():
@@ -60,36 +77,155 @@ def test_a_curve_is_the_mean_over_seeds_where_all_still_run():
     assert list(map(len, groups.values())) == [2]
 
 
+def tuned(label, losses, searched=True, **final):
+    def record(seed, loss):
+        return Record(Setting(seed=seed, steps=11), "finished", {"step": [1, 11], "loss": [9.0, loss]}, final)
+
+    records = tuple(record(i, loss) for i, loss in enumerate(losses))
+    return {label: Tuned(records[0].setting, records, records[:1], False, searched)}
+
+
+def test_the_end_loss_is_the_mean_of_the_last_tenth():
+    series = {"step": list(range(1, 1001, 10)), "loss": [float(x) for x in range(100)]}
+    record = Record(Setting(steps=1000), "finished", series)
+    assert end_loss(record) == pytest.approx(sum(range(90, 100)) / 10)
+    assert end_loss(record, until=500) == pytest.approx(sum(range(45, 50)) / 5)
+    assert end_loss(Record(Setting(steps=2000), "diverged", series)) == math.inf
+    assert end_loss(Record(Setting(steps=2000), "diverged", series), until=500) == pytest.approx(47)  # it diverged later
+
+
+def test_rules_decide_beyond_the_spread_and_not_within_it():
+    found = {**tuned("a", [1.0, 1.1]), **tuned("b", [3.0, 3.3]), **tuned("c", [1.0, 1.2]), **tuned("once", [1.2])}
+
+    def ruling(rule):
+        return decide(rule, found, None).ruling
+
+    a, b, c, once = (Term(x) for x in ("a", "b", "c", "once"))
+    assert (ruling(Lower(a, b)), ruling(Lower(b, a)), ruling(Lower(a, c))) == (Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED)
+    assert (ruling(Lower(a, b, 2)), ruling(Lower(a, b, 4))) == (Ruling.HOLDS, Ruling.FAILS)
+    assert ruling(Lower(a, once)) is Ruling.UNDECIDED  # one seed: a quarter stands in for its deviation
+    assert ruling(Lower(once, b)) is Ruling.HOLDS
+    assert (ruling(Similar(a, c, 1.5)), ruling(Similar(a, b, 1.5))) == (Ruling.HOLDS, Ruling.FAILS)
+    assert (ruling(Between(a, b, 2, 4)), ruling(Between(a, b, 4, 5))) == (Ruling.HOLDS, Ruling.FAILS)
+    assert (ruling(Bound(b, 2, True)), ruling(Bound(b, 2, False)), ruling(Bound(b, 3.1, True))) == (
+        Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED,
+    )  # fmt: skip
+    assert ruling(All((Lower(a, b), Lower(a, c)))) is Ruling.UNDECIDED
+    assert ruling(All((Lower(b, a), Lower(a, c)))) is Ruling.FAILS
+    assert ruling(Lower(a, Term("nobody"))) is Ruling.NOT_RUN
+    assert decide(Lower(a, b), {**found, **tuned("b", [3.0, 3.3], searched=False)}, None).ruling is Ruling.UNDECIDED
+
+
+def test_divergence_is_worse_than_any_loss():
+    diverged = tuned("b", [math.inf, 1.0])
+    assert decide(Lower(Term("a"), Term("b")), {**tuned("a", [1.0, 1.1]), **diverged}, None).ruling is Ruling.HOLDS
+    assert spread([math.inf, 1.0]) == Spread(math.inf, 0.0, 2)
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
+def test_every_claim_can_be_run_at_every_preset(preset):
+    """Each rule names curves that its experiment runs, on each data set the paper makes it for."""
+    assert len({c.id for c in CLAIMS}) == len(CLAIMS) >= 30
+    for e in experiments_of(preset).values():
+        for claim in e.claims:
+            assert set(claim.rule.needs) <= set(RUNS[e.figure](preset, e.dataset)), claim.id
+            assert claim.rule.text()
+    if "mnist" in preset.datasets:
+        assert {c.experiment for c in CLAIMS} == {e.figure for e in experiments_of(preset).values()} - {"toy"}
+
+
+def test_a_choice_is_a_figure_a_family_of_figures_or_a_claim():
+    assert [e.id for e in chosen(["fig3"], QUICK)] == ["fig3a", "fig3b", "fig3c", "fig3d"]
+    assert [e.id for e in chosen(["fig1a", "fig1a-mnist"], PAPER)] == ["fig1a", "fig1a-mnist"]
+    (one,) = chosen(["foof-vs-kfac"], QUICK)
+    assert set(one.searches(QUICK)) == {FOOF, KFAC}
+    (both,) = chosen(["foof-vs-kfac", "foof-vs-sgd"], QUICK)
+    assert (set(both.searches(QUICK)), len(both.claims)) == ({FOOF, KFAC, SGD}, 2)
+    with pytest.raises(ValueError, match="no experiment and no claim"):
+        chosen(["fig9"], QUICK)
+
+
 def test_verdicts_say_what_the_records_say(outcomes):
-    found = {o.experiment.id: o for o in outcomes}["methods"].found
+    found = {o.experiment.id: o for o in outcomes}["fig4b"].found
     verdicts = {v.id: v for o in outcomes for v in o.verdicts}
-    foof, sgd = (of(found[name].records, "train_loss") for name in ("FOOF", "SGD + momentum"))
-    assert verdicts["foof-vs-sgd"].ruling is lower(foof, sgd)
+    foof = Term(FOOF).spread(found, None)
+    assert verdicts["foof-vs-sgd"].ruling is lower(foof, Term(SGD).spread(found, None)) is Ruling.HOLDS
     assert f"FOOF {foof}" in verdicts["foof-vs-sgd"].measured
+    assert verdicts["kfac-ten-times"].ruling is Ruling.FAILS
     assert {verdicts["toy-sgd"].ruling, verdicts["toy-foof"].ruling} == {Ruling.HOLDS}
     assert "(2, 1)" in verdicts["toy-sgd"].measured
     assert "(-1, 4)" in verdicts["toy-foof"].measured
+    assert of(found[FOOF].records, "test_accuracy").n == 3
 
 
 def test_nothing_is_decided_without_a_search():
-    outcome = conduct([EXPERIMENTS["methods"]], SMOKE, lambda settings: [run(s) for s in settings])[0]
+    (outcome,) = conduct(chosen(["fig4b"], SMOKE), SMOKE, lambda settings: [made_up(s) for s in settings])
     assert {v.ruling for v in outcome.verdicts} == {Ruling.UNDECIDED}
 
 
-def test_a_report_never_trains(tmp_path):
-    with Store(tmp_path / "records.sqlite") as store, pytest.raises(NotRun, match="run `foof reproduce` first"):
-        conduct(list(EXPERIMENTS.values()), SMOKE, remembered(store))
+def test_a_report_makes_the_best_of_what_is_there(tmp_path):
+    """With a few records of the preset paper: the claims they decide are decided, all others are said not to have been run."""
+    fig1a = RUNS["fig1a"](PAPER, "fashion-mnist")
+    with Store(":memory:") as store:
+        for label, seeds in ((KFAC, 2), (SGD, 3)):
+            search = fig1a[label]
+            for seed in range(seeds):
+                store.put(made_up(search.base.but(lr=search.centre[0], damping=search.centre[1], seed=seed)))
+        outcomes = recall(list(experiments_of(PAPER).values()), PAPER, remembered(store))
+    verdicts = {v.id: v for o in outcomes for v in o.verdicts}
+    assert verdicts["kfac-vs-sgd"].ruling is Ruling.HOLDS
+    assert "n = 2" in verdicts["kfac-vs-sgd"].measured
+    assert verdicts["kfac-vs-natural"].ruling is Ruling.NOT_RUN
+    assert verdicts["kfac-vs-sgd-mnist"].ruling is Ruling.NOT_RUN
+    text = report.write(tmp_path / "r.html", outcomes, PAPER).read_text(encoding="utf-8")
+    assert "Not run yet" in text
+    assert "foof reproduce fig1a-mnist --preset paper" in text
+    assert "ours / published" in text
+    smaller = [Verdict(v.id, v.where, v.claim, "", "", Ruling.UNDECIDED) for v in verdicts.values()]
+    found = {line.verdict.id: line.paper for line in report.lines([type(outcomes[0])(outcomes[0].experiment, {}, smaller, [])], outcomes)}
+    assert found["kfac-vs-sgd"].ruling is Ruling.HOLDS
+    assert found["kfac-vs-natural"] is None
+
+
+def test_the_headline_has_both_standard_dampings(outcomes):
+    top = report.headline(((PAPER, []), (QUICK, outcomes)))
+    assert top.preset == "quick"
+    assert [row["method"] for row in top.rows] == [
+        "KFAC, heuristic damping", "KFAC, standard damping as in Eq. (3)", "KFAC, standard damping as released (transposed)",
+        "SGD with momentum",
+    ]  # fmt: skip
+    assert {"standard-like-sgd", "released-like-sgd"} <= {v.id for v in top.verdicts}
+    assert report.headline(((PAPER, []),)) is None
+
+
+def test_published_curves_are_compared_in_the_paper_s_way():
+    """Ours at the last published step, smoothed with the same coefficient; a curve of the paper itself gives a ratio of one."""
+    (panel,) = published.panels("fig1a", "fashion-mnist")
+    assert panel.keep == 0.9
+    assert {s.label for s in panel.series} == {SGD, "Adam", KFAC, NATURAL}
+    record = Record(Setting(steps=6000), "finished", {"step": [1, 11, 5991], "loss": [1.0, 0.0, 0.0]}, {}, {}, {})
+    rows = compare("fig1a", "fashion-mnist", {SGD: Tuned(record.setting, (record,), (), False)})
+    assert [(r.curve, r.step, r.ours.mean) for r in rows] == [(SGD, 5991, pytest.approx(0.81))]
+    assert rows[0].ratio == pytest.approx(0.81 / 0.1458, rel=1e-3)
+    for figure in published.OURS:
+        for dataset in ("fashion-mnist", "mnist"):
+            (panel,) = published.panels(figure, dataset)
+            ours = {STANDARD, *RUNS[figure](PAPER, dataset), "FOOF with KFAC's λ_A"}
+            assert panel.series
+            assert {s.label for s in panel.series} <= ours
+    assert published.seconds_per_epoch("mnist")["FOOF, T = 1"] == 14.32
+    assert RELEASED in {s.label for s in published.panels("fig3a", "mnist")[0].series}
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_committed_records_are_complete(name):
-    """Each dump in the package redraws its whole report."""
+def test_committed_records_belong_to_their_preset(name):
+    """Each dump in the package is of settings its preset asks for, and redraws its report."""
     preset = PRESETS[name]
     if not committed(preset).exists():
         pytest.skip("no records of this preset are in the package")
-    with Store(":memory:") as store:
-        store.load_dump(committed(preset))
-        assert conduct(list(EXPERIMENTS.values()), preset, remembered(store))
+    outcomes = report.recalled(list(experiments_of(preset).values()), preset, committed(preset))
+    decided = [v for o in outcomes for v in o.verdicts if v.ruling is not Ruling.NOT_RUN]
+    assert len(decided) > 2
 
 
 class Page(HTMLParser):
@@ -109,13 +245,13 @@ class Page(HTMLParser):
             self.sources.append(attrs.get("src") or attrs["href"])
 
 
-def test_the_page_is_whole_and_needs_no_network(page):
+def test_the_page_is_whole_and_needs_no_network(page, outcomes):
     text = page.read_text(encoding="utf-8")
     found = Page(re.sub(r"<script>.*?</script>", "", text, flags=re.S))
     assert all(link.startswith("#") and link[1:] in found.ids for link in found.links)
     assert found.sources == ["data:,"]
     specs = re.findall(r'<script type="application/json">(.*?)</script>', text, flags=re.S)
-    assert len(specs) == 3
+    assert len(specs) == len(outcomes) + sum(len(o.drawings) > 1 for o in outcomes)
     for spec in specs:
         assert json.loads(spec)["data"]
 
@@ -123,17 +259,26 @@ def test_the_page_is_whole_and_needs_no_network(page):
 def test_text_from_outside_cannot_break_the_page():
     evil = Verdict("x", "<b>", "</script><script>alert(1)</script>", "1 < 2", "r", Ruling.FAILS)
     figure = figures.curves_figure([], "</script><script>alert(2)</script>")
-    text = report.render([evil], [report.Section("s", "t", "w", "c", [figure], [], "foof")], {"runs": "0"})
+    text = report.render([report.Line(evil)], [report.Section("s", "t", "w", "c", [figure], [], "foof")], {"runs": "0"})
     assert "<script>alert" not in text
     assert "&lt;b&gt;" in text
 
 
 def test_the_svg_is_well_formed():
-    from xml.etree import ElementTree
-
     c = figures.Curve("FOOF", [1, 11, 21], [2.0, 0.5, 0.02], [1.9, 0.4, -0.01], [2.1, 0.6, 0.05], 3)
     root = ElementTree.fromstring(curves_svg([c], "a < b"))
     assert len(root.findall("{*}polyline")) == 1
+    linear = ElementTree.fromstring(curves_svg([c], "b", log=False, published=[c]))
+    assert len(linear.findall("{*}polyline")) == 2
+    bars = ElementTree.fromstring(bars_svg({"SGD": Spread(1, 0, 1), "FOOF": Spread(2, 0.1, 3)}, "a", "b"))
+    assert len(bars.findall("{*}rect")) == 2
+
+
+def test_every_figure_is_exported(outcomes, tmp_path):
+    written = report.write_svgs(tmp_path, outcomes)
+    assert len(written) == len(outcomes) - 1  # all but the toy example
+    for path in written:
+        ElementTree.parse(path)
 
 
 def test_the_toy_figure_shows_both_datapoints():
@@ -144,12 +289,12 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
-def test_every_figure_renders_in_a_browser_without_errors(page, tmp_path):
+def test_every_figure_renders_in_a_browser_without_errors(page, outcomes, tmp_path):
     command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=4000",
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000",
         f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not re.findall(r".*CONSOLE.*", done.stderr)
-    assert done.stdout.count('class="plot js-plotly-plot"') == 3
+    assert done.stdout.count('class="plot js-plotly-plot"') == len(outcomes) + sum(len(o.drawings) > 1 for o in outcomes)
     assert done.stdout.count("<svg class=\"main-svg\"") >= 2
