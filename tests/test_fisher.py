@@ -302,21 +302,37 @@ def test_the_covariance_of_samples(blocks: str) -> None:
     assert mean_z.abs().max() < 4.5
 
 
-def test_samples_are_a_linear_map_of_noise_with_exactly_the_posterior_covariance() -> None:
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+@pytest.mark.parametrize("labels", ["mc", "full"])
+@pytest.mark.parametrize("name", CASES)
+def test_samples_are_a_linear_map_of_noise_with_exactly_the_posterior_covariance(name: str, labels: str, blocks: str) -> None:
     """x = M (y, z) for a fixed matrix M, so the covariance M Mᵀ can be read off exactly, without sampling error."""
-    model, x, _ = case("mlp without bias")
-    F = foof.Fisher(model, x, "full")
-    inputs = iter(torch.eye(F.P + F.D, dtype=torch.float64).split([p.numel() for p in F.params] + [F.D]))
-    n = F.P + F.D
+    model, x, _ = case(name)
+    F = foof.Fisher(model, x, labels, blocks=blocks)
+    parts = len(F.operator.parts)
+    n = F.P + parts * F.D
+    units = iter(torch.eye(n, dtype=torch.float64).split([p.numel() for p in F.params] + [F.D] * parts))
+    asked = 0
 
     def unit_noise(*shape: int, **_: object) -> Tensor:
-        rows = next(inputs)  # one unit of noise per draw
-        return rows.reshape(shape) if len(shape) == 2 and shape[0] == F.D else rows.mT.reshape(shape)
+        nonlocal asked
+        asked += 1
+        rows = next(units)  # of each draw, one unit of noise
+        return rows.mT.reshape(shape) if asked <= len(F.params) else rows.reshape(shape)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "randn", unit_noise)
         M = F.sample(n, 0.7)
     close(M @ M.T, torch.linalg.inv(0.7 * torch.eye(F.P, dtype=torch.float64) + F.N * F.dense()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_many_vectors_at_once_are_as_one_by_one(name: str) -> None:
+    model, x, _ = case(name)
+    F = foof.Fisher(model, x, "full")
+    v = torch.randn(F.P, gradients.MANY, dtype=torch.float64)
+    close(F @ v, torch.stack([F @ u for u in v.T], dim=1))
+    close(F.solve(v, 0.1), torch.stack([F.solve(u, 0.1) for u in v.T], dim=1))
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------------------
