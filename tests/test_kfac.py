@@ -177,6 +177,18 @@ def test_missing_update_curvature_is_an_error_at_first_and_a_warning_later():
         opt.step()
 
 
+def test_outputs_with_nan_are_left_out_with_a_warning():
+    """A diverged model stays diverged, but update_curvature does not fall over it."""
+    model, (x, y) = net(), batch(0)
+    opt = foof.KFAC(model, T=1)
+    step(model, opt, x, y)
+    before = averages(opt)
+    with pytest.warns(UserWarning, match="NaN or inf in the outputs"):
+        step(model, opt, x * float("nan"), y)
+    assert all(torch.equal(a, b) for a, b in zip(before, averages(opt), strict=True))
+    assert torch.isnan(flat(model)).any()
+
+
 def test_sampled_labels_have_a_generator_of_their_own():
     """Neither drawing labels nor making the optimizer touches torch's own generator; the same seed gives the same run."""
     runs = []

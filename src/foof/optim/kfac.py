@@ -106,6 +106,9 @@ class KroneckerPreconditioner(Preconditioner):
         if not (isinstance(out, Tensor) and out.requires_grad):
             raise ValueError("update_curvature needs the outputs of the model, a tensor computed with gradients enabled.")
         self._estimated = True
+        if not torch.isfinite(out.detach().sum()):
+            self._warn("NaN or inf in the outputs given to update_curvature: this batch is left out of the statistics.")
+            return
         weights = [block.layer.weight for block in self.blocks]
         errors = self.estimate.labels.errors(self.estimate.likelihood, out, y, self.generator)
         first = next(errors, torch.zeros_like(out))  # a single class has no error at all
