@@ -217,14 +217,14 @@ def load(model, opt, path):
     set_optimizer_state_dict(model, opt, state["optimizer"])
 
 
-SAVED = [("mlp", "foof"), ("tied", "foof T=1"), ("mlp", "adamw")]
+SAVED = [("mlp", "foof"), ("tied", "foof T=1"), ("mlp", "adamw"), ("mlp", "kfac")]
 
 
 def train_from_and_to(rank, start, stop, source, target):
-    """Sharded over all ranks: load a checkpoint if there is one, train, save if asked."""
+    """Sharded over all ranks (KFAC: replicated): load a checkpoint if there is one, train, save if asked."""
     found = []
     for name, optimizer in SAVED:
-        model, opt = make(name, optimizer, wrap=fsdp)
+        model, opt = make(name, optimizer, wrap=ddp if optimizer == "kfac" else fsdp)
         if source:
             load(model, opt, f"{source} {name} {optimizer}")
         train(model, opt, name, start, stop, rank, dist.get_world_size())
@@ -265,8 +265,8 @@ def test_asking_for_the_state_is_no_training_step(tmp_path):
     assert torch.equal(*weights)
 
 
-def die_in_the_middle(rank, path, steps):
-    model, opt = make("mlp", "foof", wrap=ddp)
+def die_in_the_middle(rank, optimizer, path, steps):
+    model, opt = make("mlp", optimizer, wrap=ddp)
     for t in range(steps):
         train(model, opt, "mlp", t, t + 1, rank, 2)
         if t == 6:
@@ -278,8 +278,8 @@ def die_in_the_middle(rank, path, steps):
             os._exit(9)
 
 
-def restart(rank, path, steps):
-    model, opt = make("mlp", "foof", wrap=ddp)
+def restart(rank, optimizer, path, steps):
+    model, opt = make("mlp", optimizer, wrap=ddp)
     state = torch.load(path, weights_only=True)
     model.module.load_state_dict(state["model"])
     opt.load_state_dict(state["opt"])
@@ -287,12 +287,13 @@ def restart(rank, path, steps):
     return flat(model)
 
 
-def test_a_killed_worker_and_a_restart_from_the_last_checkpoint(tmp_path):
+@pytest.mark.parametrize("optimizer", ["foof", "kfac", "adamw"])
+def test_a_killed_worker_and_a_restart_from_the_last_checkpoint(optimizer, tmp_path):
     path = str(tmp_path / "last.pt")
     with pytest.raises(RuntimeError, match="rank 0"):
-        run(die_in_the_middle, 2, path, 20)  # the survivor is told, it does not hang
-    resumed = run(restart, 2, path, 20)
-    model, opt = make("mlp", "foof")
+        run(die_in_the_middle, 2, optimizer, path, 20)  # the survivor is told, it does not hang
+    resumed = run(restart, 2, optimizer, path, 20)
+    model, opt = make("mlp", optimizer)
     train(model, opt, "mlp", 0, 20)
     assert relative_error(resumed[0], flat(model)) < 1e-12
     assert torch.equal(*resumed)

@@ -9,6 +9,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -198,9 +199,41 @@ def resuming(make):
     assert torch.equal(train(again, opt, 4, 8), straight)
 
 
+def called_functionally(make):
+    model = net()
+    opt = make(model)
+    weights = train(model, opt, forward=lambda x: functional_call(model, dict(model.named_parameters()), (x,)))
+    assert torch.equal(weights, plainly(make))
+
+
+def nan_loss(make):
+    """A step that is skipped because its loss is NaN has not happened."""
+    model = net()
+    opt = make(model)
+    train(model, opt, 0, 3)
+    opt.zero_grad()
+    (model(data(3)[0]).sum() * float("nan")).backward()
+    opt.zero_grad()
+    assert torch.equal(train(model, opt, 3, 8), plainly(make))
+
+
+def zero_batch(make):
+    model = net()
+    opt = make(model)
+    for start in (0, 3):  # the first batch, and a later one
+        opt.zero_grad()
+        out = model(torch.zeros(4, 6, dtype=torch.float64))
+        if hasattr(opt, "update_curvature"):
+            opt.update_curvature(out)
+        nn.functional.cross_entropy(out, torch.arange(4) % 3).backward()
+        opt.step()
+        assert torch.isfinite(train(model, opt, start, start + 3)).all()
+
+
 FEATURES = [
     autocast, grad_scaler, accumulation, clipping, schedulers, activation_checkpointing, reentrant_checkpointing, weight_tying,
-    frozen_base, compiled, averaging, saved_whole, resuming,
+    frozen_base, compiled, averaging, saved_whole, resuming, called_functionally,
+    nan_loss, zero_batch,
 ]  # fmt: skip
 # What does not hold, and why; docs/features.md says the same.
 EXCEPTIONS = {
