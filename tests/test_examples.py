@@ -31,12 +31,11 @@ def test_an_example_ends_in_a_picture(name: str, tmp_path: Path) -> None:
     assert out.stat().st_size > 10_000
 
 
-def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"common", *SAYS}
+def test_every_example_with_a_picture_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py") if "from common import" in path.read_text()} == set(SAYS)
 
 
-def test_implicit_and_unrolled_agree_in_the_example(tmp_path: Path) -> None:
-    """Read off what the example prints: the two hypergradients to six digits."""
+def test_implicit_and_unrolled_agree_in_the_example() -> None:
     sys.path.insert(0, str(EXAMPLES))
     try:
         import implicit
