@@ -1,0 +1,127 @@
+"""Sweeps killed at random moments, then continued: ``python tests/kills.py 50`` for fifty of each kind; the tests do a few.
+
+The sweep is all of the preset *smoke*. A kill is SIGKILL, to the sweeping process alone or (every second time) to all of its
+process group, or to a worker of a Dask cluster. Afterwards every record must equal that of an undisturbed sweep.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from foof.study.experiments import experiments_of
+from foof.study.presets import PRESETS
+from foof.study.setting import Setting
+from foof.study.store import Store
+from foof.study.sweep import sweep
+
+RESULT = Path(__file__).parents[1] / "benchmarks" / "sweep_kills.json"
+
+
+def smoke() -> list[Setting]:
+    """Every run of the preset smoke, which has one grid point and two seeds for each curve."""
+    preset = PRESETS["smoke"]
+    searches = [s for e in experiments_of(preset).values() for s in e.searches(preset).values()]
+    return list(dict.fromkeys(s.grid[0].but(seed=seed) for s in searches for seed in range(s.seeds)))
+
+
+def contents(path: Path) -> dict[str, str]:
+    """What must be equal: all of a record but cost and machine. As text, since NaN is not equal to itself."""
+    with Store(path) as store:
+        return {r.key: repr((r.setting, r.status, r.series, r.final)) for r in store}
+
+
+def run_to_the_end(path: Path, settings: list[Setting], **how) -> dict[str, str]:
+    with Store(path) as store:
+        sweep(settings, store, **how)
+    return contents(path)
+
+
+def start(path: Path, count: int) -> subprocess.Popen:
+    """This file as a process of its own that sweeps the first `count` settings."""
+    command = [sys.executable, __file__, "--sweep", str(path), str(count)]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def kill_sweeps(kills: int, folder: Path, expected: dict[str, str], count: int, longest: float, seed: int = 0) -> dict[str, int]:
+    """Kill a sweep `kills` times at random moments, continuing each time; a sweep that gets to its end is begun anew."""
+    chance, sweeps, done, kept = random.Random(seed), 1, 0, []
+    path = folder / "killed-1.sqlite"
+    while done < kills:
+        process = start(path, count)
+        try:
+            process.wait(chance.uniform(0, longest))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL) if done % 2 else process.kill()
+            process.wait()
+            done += 1
+            if path.exists():
+                kept.append(len(contents(path)))
+            continue
+        assert contents(path) == expected
+        sweeps += 1
+        path = folder / f"killed-{sweeps}.sqlite"
+    last = run_to_the_end(path, smoke()[:count], workers=2)
+    assert last == expected
+    return {"kills": done, "sweeps": sweeps, "runs per sweep": count, "most records found after a kill": max(kept, default=0)}
+
+
+def kill_dask_workers(kills: int, folder: Path, expected: dict[str, str], count: int, apart: float, seed: int = 0) -> dict[str, int]:
+    """Sweep on a cluster of two workers while random ones of them are killed; as many sweeps as the kills take."""
+    from distributed import Client, LocalCluster
+
+    chance, done, sweeps = random.Random(seed), 0, 0
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+        assert run_to_the_end(folder / "dask.sqlite", smoke()[:count], scheduler=cluster.scheduler_address) == expected
+        while done < kills:
+            over, counted = threading.Event(), []
+
+            def killer(over: threading.Event = over, counted: list = counted) -> None:
+                while not over.wait(chance.uniform(0.3, 1) * apart) and done + len(counted) < kills:
+                    try:
+                        pids = client.run(os.getpid)
+                        os.kill(chance.choice(list(pids.values())), signal.SIGKILL)
+                        counted.append(1)
+                    except Exception:  # a worker that is just being restarted
+                        continue
+
+            thread = threading.Thread(target=killer)
+            thread.start()
+            sweeps += 1
+            try:
+                records = run_to_the_end(folder / f"dask-{sweeps}.sqlite", smoke()[:count], scheduler=cluster.scheduler_address)
+            finally:
+                over.set()
+                thread.join()
+            assert records == expected
+            done += len(counted)
+    return {"kills": done, "sweeps": sweeps, "runs per sweep": count, "undisturbed sweep on two Dask workers": "identical"}
+
+
+def main(kills: int) -> None:
+    count = len(smoke())
+    with tempfile.TemporaryDirectory() as name:
+        folder, begun = Path(name), time.monotonic()
+        expected = run_to_the_end(folder / "undisturbed.sqlite", smoke(), workers=2)
+        took = time.monotonic() - begun
+        results = {"local": kill_sweeps(kills, folder, expected, count, longest=took)}
+        print(results, flush=True)
+        results["dask"] = kill_dask_workers(kills, folder, expected, count, apart=took / 4)
+    print(results)
+    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--sweep":
+        with Store(sys.argv[2]) as into:
+            sweep(smoke()[: int(sys.argv[3])], into, workers=2)
+    else:
+        main(int(sys.argv[1]))
