@@ -161,7 +161,7 @@ def table(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    count = next((int(a) for a in sys.argv[1:] if a.isdigit()), 400)
+    count = next((int(a) for a in sys.argv[1:] if a.isdigit()), 150)
     if "--table" not in sys.argv:
         for method in METHODS:
             search(method, count)
