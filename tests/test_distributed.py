@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import foof
@@ -481,13 +482,21 @@ def refuse(rank):
             optimizer(wrap(model))
         told.append(str(error.value))
         foof.FOOF(model)  # no hook was left behind
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    parallel = parallelize_module(mlp(5, 4, 3), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    opt = foof.FOOF(parallel)
+    with pytest.raises(NotImplementedError) as error:
+        parallel(torch.randn(2, 5))
+    told.append(str(error.value))
+    opt.remove()
     return told
 
 
 def test_what_cannot_be_done_is_refused():
-    for kfac, natural in run(refuse, 2):
+    for kfac, natural, parallel in run(refuse, 2):
         assert "use FOOF, or DistributedDataParallel" in kfac
         assert "Use FOOF or KFAC here" in natural
+        assert "exclude=['0']" in parallel
 
 
 def examples(rank, ports, checkpoint):

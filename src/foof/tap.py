@@ -75,6 +75,11 @@ class Tap:
         weight: Tensor = module.weight  # type: ignore[assignment]
         if receiver is None or not (torch.is_grad_enabled() and weight.requires_grad) or _inside_transform():
             return None
+        if hasattr(weight, "full_tensor"):  # FSDP has gathered its shards by now; what is still sharded is so on purpose
+            raise NotImplementedError(
+                f"{layer.label}: its weight is split for tensor parallelism, so no rank sees the whole layer; leave it out with "
+                f"exclude=[{layer.name!r}]."
+            )
         self.fired = True
         x = args[0] if args else next(iter(kwargs.values()))
         return _Junction.apply(out.detach(), x, weight, module.bias if layer.has_bias else None, layer, receiver)
