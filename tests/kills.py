@@ -82,10 +82,10 @@ def kill_dask_workers(kills: int, folder: Path, expected: dict[str, str], count:
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
         assert run_to_the_end(folder / "dask.sqlite", smoke()[:count], scheduler=cluster.scheduler_address) == expected
         while done < kills:
-            over, counted = threading.Event(), []
+            over, counted, left = threading.Event(), [], kills - done
 
-            def killer(over: threading.Event = over, counted: list = counted) -> None:
-                while not over.wait(chance.uniform(0.3, 1) * apart) and done + len(counted) < kills:
+            def killer(over: threading.Event = over, counted: list = counted, left: int = left) -> None:
+                while not over.wait(chance.uniform(0.3, 1) * apart) and len(counted) < left:
                     try:
                         pids = client.run(os.getpid)
                         os.kill(chance.choice(list(pids.values())), signal.SIGKILL)

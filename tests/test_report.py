@@ -35,7 +35,8 @@ def made_up(setting: Setting) -> Record:
     loss = [end + 2 * math.exp(-8 * (x - 1) / setting.steps) for x in steps]
     every = setting.option("measure_every", setting.log_every)
     at = list(range(1, setting.steps + 1, every)) if setting.measure else []
-    series = {"step": steps, "loss": loss, **({"measured_at": at} if at else {}), **{m: [0.5 + 0.001 * setting.seed] * len(at) for m in setting.measure}}
+    measured = {m: [0.5 + 0.001 * setting.seed] * len(at) for m in setting.measure}
+    series = {"step": steps, "loss": loss, **({"measured_at": at} if at else {}), **measured}
     final = {"train_loss": end, "test_accuracy": 0.9 - end / 10, "last_loss": end}
     return Record(setting, "finished", series, final, {"seconds": 1.0, "seconds_per_step": end, "cpu_per_step": 0.01 * end}, {})
 
@@ -190,7 +191,7 @@ def test_a_report_makes_the_best_of_what_is_there(tmp_path):
 def test_the_headline_has_both_standard_dampings(outcomes):
     top = report.headline(((PAPER, []), (QUICK, outcomes)))
     assert top.preset == "quick"
-    assert [row["method"] for row in top.rows] == [
+    assert [row[""] for row in top.rows] == [
         "KFAC, heuristic damping", "KFAC, standard damping as in Eq. (3)", "KFAC, standard damping as released (transposed)",
         "SGD with momentum",
     ]  # fmt: skip

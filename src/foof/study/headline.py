@@ -45,11 +45,9 @@ def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
     cosines = {label: Term(by, "similarity").spread(b.found, until) for label, by in _cosine_of(b.found).items()}
     rows = [
         {
-            "method": NAMES[label],
-            "training loss": str(loss),
-            "published": f"{PUBLISHED_LOSS[label]:.3g}" if label in PUBLISHED_LOSS else "–",
-            "cosine with FOOF": str(cosines[label]) if label in cosines else "–",
-            "published cosine": f"{PUBLISHED_COSINE[label]:.2g}" if label in PUBLISHED_COSINE else "–",
+            "": NAMES[label],
+            "training loss": _beside(str(loss), PUBLISHED_LOSS.get(label)),
+            "cosine with FOOF's update": _beside(str(cosines[label]) if label in cosines else "–", PUBLISHED_COSINE.get(label)),
         }
         for label, loss in losses.items()
     ]
@@ -64,6 +62,10 @@ def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
     ids = ("standard-worse", "standard-like-sgd", "released-worse", "released-like-sgd", "heuristic-similarity", "released-similarity")
     verdicts = [v for o in (a, b) for v in o.verdicts if v.id in ids]
     return Headline(preset.name, preset.about, sentence, rows, verdicts)
+
+
+def _beside(ours: str, published: float | None) -> str:
+    return ours if published is None else f"{ours}; published {published:.3g}"
 
 
 def _cosine_of(found: Found) -> dict[str, str]:

@@ -37,6 +37,12 @@ class Section:
     note: str = ""
     comparisons: Sequence[dict[str, str]] = field(default_factory=list)
 
+    @property
+    def short(self) -> str:
+        """For the bar at the top: the figure's number, or the title."""
+        figure, _, dataset = self.id.partition("-")
+        return f"{figure[3:].upper()}{' ' + dataset.upper() if dataset else ''}" if figure.startswith("fig") else self.title
+
 
 def _row(label: str, tuned: Tuned, until: int | None) -> dict[str, str]:
     """What a method was run with and what came of it."""

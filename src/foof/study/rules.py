@@ -239,7 +239,7 @@ def decide(rule: Rule, found: Found, until: int | None) -> Measured:
     """Judge a rule with whatever there is: without records it is not run, without a search undecided."""
     missing = [label for label in rule.needs if label not in found]
     if missing:
-        return Measured(f"no records yet of {', '.join(missing)}", Ruling.NOT_RUN)
+        return Measured(f"not run at this preset: no records of {', '.join(missing)}", Ruling.NOT_RUN)
     measured = rule.judge(found, until)
     unsearched = [label for label in rule.needs if not found[label].searched]
     if unsearched:
