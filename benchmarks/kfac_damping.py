@@ -89,7 +89,8 @@ def train(name: str, lr: float, damping: float, T: int, seed: int, images: Tenso
                 break
     end = statistics.mean(losses[1700:1800]) if len(losses) >= STEPS else float("inf")
     middle = statistics.mean(losses[800:900]) if len(losses) >= 900 else float("inf")
-    return {"name": name, "lr": lr, "damping": damping, "seed": seed, "T": T, "initial": INITIAL, "loss_800_900": middle, "loss_1700_1800": end,
+    return {"name": name, "lr": lr, "damping": damping, "seed": seed, "T": T, "initial": INITIAL,
+            "loss_800_900": middle, "loss_1700_1800": end,
             "seconds": round(time.perf_counter() - start, 1), "torch": torch.__version__, "foof": foof_version()}  # fmt: skip
 
 

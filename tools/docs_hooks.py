@@ -59,6 +59,42 @@ def bf16_loss() -> str:
     return table(["seed", "float32", "bfloat16 autocast", "difference"], rows) + f"\n\nMean difference {mean:+.1f} %."
 
 
+def guidance_lr() -> str:
+    """Loss by learning rate and damping."""
+    found = {(r["lr"], r["damping"]): r["loss"] for r in records("guidance") if (r["T"], r["S"], r["ema"]) == (10, 10, 0.95)}
+    lrs, dampings = sorted({lr for lr, _ in found}), sorted({damping for _, damping in found})
+    rows = [[f"**{damping:g}**", *(_loss(found.get((lr, damping))) for lr in lrs)] for damping in dampings]
+    return table(["damping ↓, lr →", *(f"{lr:g}" for lr in lrs)], rows) if rows else ""
+
+
+def guidance_schedule() -> str:
+    """Loss and time by T, S and ema, at lr 0.3 and damping 1."""
+    found = [r for r in records("guidance") if (r["lr"], r["damping"]) == (0.3, 1.0)]
+    rows = [[r["T"], r["S"], r["ema"], _loss(r["loss"]), f"{r['ms']:.1f}"] for r in found if r["ms"] is not None]
+    return table(["T", "S", "ema", "training loss", "CPU ms per step"], rows) if rows else ""
+
+
+def _loss(values: list[float | None] | None) -> str:
+    if not values:
+        return ""
+    numbers = [v for v in values if v is not None]
+    return f"{statistics.mean(numbers):.3f}" if len(numbers) == len(values) else "diverged"
+
+
+def kfac_damping() -> str:
+    """Every setting with its mean and spread over seeds, the best first."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for r in records("kfac_damping"):
+        found.setdefault((r["name"], f"{r['lr']:g}", f"{r['damping']:g}", r["T"], r["initial"]), []).append(r["loss_1700_1800"])
+    rows = []
+    for setting, ends in sorted(found.items(), key=lambda item: statistics.mean(item[1])):
+        spread = f" ± {statistics.stdev(ends):.3f}" if len(ends) > 1 and all(map(math.isfinite, ends)) else ""
+        mean = statistics.mean(ends)
+        rows.append([*setting, len(ends), f"{mean:.3f}{spread}" if math.isfinite(mean) else "diverged"])
+    head = ["method", "lr", "λ", "T", "initial batches", "seeds", "training loss, steps 1,700 to 1,800"]
+    return table(head, rows) if rows else ""
+
+
 def study() -> str:
     """Verdicts of every claim that the records in the package decide, preset by preset, the largest first."""
     from foof.study.experiments import committed, experiments_of, recall, remembered
@@ -79,11 +115,12 @@ def study() -> str:
     return "\n\n".join(parts)
 
 
-TABLES: dict[str, Callable[[], str]] = {"char_gpt": char_gpt, "bf16_loss": bf16_loss, "study": study}
+TABLES: dict[str, Callable[[], str]] = {"char_gpt": char_gpt, "bf16_loss": bf16_loss, "kfac_damping": kfac_damping, "study": study, "guidance_lr": guidance_lr,
+                                        "guidance_schedule": guidance_schedule}  # fmt: skip
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     def fill(match: re.Match[str]) -> str:
-        return TABLES[match[1]]() or f"*Not measured yet: run `python benchmarks/{match[1]}.py`.*"
+        return TABLES[match[1]]() or "*Not measured yet.*"
 
     return re.sub(r"<!-- results: (\w+) -->", fill, markdown)
