@@ -234,6 +234,12 @@ def test_tied_embedding_and_head():
         nn.functional.cross_entropy(out.flatten(0, 1), x.flatten()).backward()
         opt.step()
     assert torch.isfinite(model.head.weight).all()
+    opt.remove()
+    with pytest.raises(ValueError, match="keep apart"):
+        foof.KFAC(model, adaptive=True)
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(RuntimeError, match="keep apart"):
+        foof.KFAC(model, deferred=True).updates()
 
 
 def test_activation_checkpointing_changes_nothing():

@@ -223,6 +223,8 @@ class KroneckerPreconditioner(Preconditioner):
         """
         if not self.deferred:
             raise RuntimeError("updates() needs raw gradients: make the optimizer with deferred=True.")
+        if any(block.shares_weight for block in self.blocks):
+            raise RuntimeError("updates() needs raw gradients, which an embedding tied to a linear layer does not keep apart.")
         reached = [block for block in self.blocks if block.reached]
         self.start(reached)
         return {block.layer.name: self._hypothetical(block, second_factor, foof_damping).apply(_raw(block)) for block in reached}
