@@ -53,7 +53,7 @@ def search(preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = N
     lrs = tuple(lr_at(lr_index(lr) + i) for i in (-1, 0, 1)) if preset.fine else (lr,)
     if preset.centred:
         return Search(setting, lrs, (damping,), extend=0, seeds=preset.seeds, centre=(lr, damping), urgency=urgency)
-    return Search(setting, lrs, (damping,), extend=2, seeds=preset.seeds)
+    return Search(setting, lrs, (damping,), seeds=preset.seeds)
 
 
 def fixed(preset: Preset, setting: Setting, urgency: int = 1) -> Search:

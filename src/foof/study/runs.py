@@ -89,7 +89,7 @@ def fig1c(p: Preset, d: str) -> Runs:
 def fig1d(p: Preset, d: str) -> Runs:
     full = full_batch(p, d)
     return {
-        KFAC: search(p, full.but(optimizer="kfac", options=(("T", 1), ("S", 1))), (1e-4, 1e-7), (1e-4, 1e-4)),
+        KFAC: search(p, full.but(optimizer="kfac", options=(("T", 1), ("S", 1))), (1e-4, 1e-7), (1e-3, 1e-4)),
         NATURAL_FULL: search(p, full.but(optimizer="natural", options=(("fisher", "full"),)), (1.0, 1.0), (0.1, 0.1)),
         NATURAL_MC: search(p, full.but(optimizer="natural"), (0.1, 1.0), (0.1, 1.0)),
         SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None)),
@@ -97,13 +97,13 @@ def fig1d(p: Preset, d: str) -> Runs:
 
 
 def fig2a(p: Preset, d: str) -> Runs:
-    full = full_batch(p, d).but(hidden=())
+    full = full_batch(p, d).but(hidden=(), train_size=p.images if p.centred else 3 * p.images)  # fewer are separated at once
     natural = full.but(optimizer="natural")
     return {
-        KFAC: search(p, full.but(optimizer="kfac", options=(("T", 1), ("S", 1))), (0.1, 1e-3), (0.1, 1e-3)),
-        NATURAL_FULL: search(p, natural.but(options=(("fisher", "full"),)), (0.1, 0.1)),
-        NATURAL_MC: search(p, natural, (0.01, 0.01), (0.01, 0.01)),
-        SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None)),
+        KFAC: search(p, full.but(optimizer="kfac", options=(("T", 1), ("S", 1))), (0.1, 1e-3), (0.3, 1e-3)),
+        NATURAL_FULL: search(p, natural.but(options=(("fisher", "full"),)), (0.1, 0.1), (0.3, 0.1)),
+        NATURAL_MC: search(p, natural, (0.01, 0.01), (0.03, 0.01)),
+        SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None), (0.1, None)),
     }
 
 
@@ -117,7 +117,7 @@ def fig2c(p: Preset, d: str) -> Runs:
     full = layers.but(options=(("blocks", "layer"), ("fisher", "full")))
     return {
         KFAC: fig1d(p, d)[KFAC],
-        BY_LAYER_FULL: search(p, full, (0.3, 1.0), (0.1, 0.1)),
+        BY_LAYER_FULL: search(p, full, (0.3, 1.0), (0.03, 0.1)),
         BY_LAYER_MC: search(p, layers, (0.1, 1.0), (0.1, 1.0)),
     }
 
@@ -150,12 +150,14 @@ def fig3b(p: Preset, d: str) -> Runs:
 
 def fig3c(p: Preset, d: str) -> Runs:
     setting = _measured(p, d, "kfac")
-    return {label_3(KFAC, x): search(p, setting, (x, x), urgency=int(x != DAMPINGS[0])) for x in DAMPINGS}
+    starts = dict(zip(DAMPINGS, (1e-3, 1e-4, 1e-5), strict=True))  # of the smaller study's searches
+    return {label_3(KFAC, x): search(p, setting, (x, x), (starts[x], x), urgency=int(x != DAMPINGS[0])) for x in DAMPINGS}
 
 
 def fig3d(p: Preset, d: str) -> Runs:
     setting = base(p, d).but(optimizer="kfac", steps=p.early, options=(*EVERY_TEN, ("second_factor", "drop-scaled")))
-    return {**fig3c(p, d), **{label_3(FOOF_LAMBDA_A, x): search(p, setting, (x, x)) for x in DAMPINGS}}
+    starts = dict(zip(DAMPINGS, (1e-4, 1e-5, 3e-7), strict=True))
+    return {**fig3c(p, d), **{label_3(FOOF_LAMBDA_A, x): search(p, setting, (x, x), (starts[x], x)) for x in DAMPINGS}}
 
 
 def fig4a(p: Preset, d: str) -> Runs:
