@@ -59,6 +59,11 @@ def colour(label: str) -> str:
     return OTHERS[sum(label.encode()) % len(OTHERS)]
 
 
+def family_colour(label: str) -> str:
+    """One colour for all variants of a method, where their names stand beside it."""
+    return next((shades[0] for family, shades in FAMILIES.items() if label.startswith(family)), OTHERS[0])
+
+
 def smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
     """s ← keep·s + (1 − keep)·value from the first value on: how the published loss curves were processed."""
     out: list[float] = []
@@ -141,7 +146,7 @@ def bars_figure(ours: Mapping[str, Spread], published: Mapping[str, float], head
     """One bar for each method with its deviation; published values as diamonds."""
     figure = go.Figure()
     figure.add_bar(
-        x=list(ours), y=[s.mean for s in ours.values()], name="ours", marker={"color": [colour(label) for label in ours]},
+        x=list(ours), y=[s.mean for s in ours.values()], name="ours", marker={"color": [family_colour(label) for label in ours]},
         error_y={"type": "data", "array": [s.deviation for s in ours.values()]}, hovertemplate="%{y:.3g}",
     )  # fmt: skip
     there = {label: published[label] for label in ours if label in published}

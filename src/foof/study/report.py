@@ -51,13 +51,13 @@ def _row(label: str, tuned: Tuned, until: int | None) -> dict[str, str]:
     tried = f"{len(tuned.tried)}" + (f", {diverged} diverged" if diverged else "")
     return {
         "curve": label,
+        "training loss": str(Term(label).spread({label: tuned}, until)),
         "learning rate": f"{best.lr:g}" + (" (edge of grid)" if tuned.on_edge else ""),
         "damping λ": damping,
-        "options": ", ".join(f"{k} = {v}" for k, v in best.options) or "–",
         "tried": tried if tuned.grid_done else f"{tried}, grid not finished",
-        "training loss": str(Term(label).spread({label: tuned}, until)),
         "test accuracy": f"{100 * of(tuned.records, 'test_accuracy').mean:.2f} %",
         "ms per step": f"{1000 * of(tuned.records, 'seconds_per_step').mean:.1f}",
+        "options": ", ".join(f"{k} = {v}" for k, v in best.options) or "–",
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from foof.study.figures import Curve, colour
+from foof.study.figures import Curve, colour, family_colour
 from foof.study.verdict import Spread
 
 WIDTH, HEIGHT = 860, 400
@@ -81,7 +81,7 @@ def bars_svg(ours: Mapping[str, Spread], heading: str, y: str) -> str:
     for i, (label, s) in enumerate(ours.items()):
         x, top = LEFT + i * wide, scale.at(s.mean)
         parts.append(f'<rect x="{x + 0.15 * wide:.1f}" width="{0.7 * wide:.1f}" y="{top:.1f}" height="{HEIGHT - BOTTOM - top:.1f}" '
-                     f'fill="{colour(label)}"/>')  # fmt: skip
+                     f'fill="{family_colour(label)}"/>')  # fmt: skip
         parts.append(f'<text x="{x + wide / 2:.1f}" y="{top - 5:.1f}" text-anchor="middle">{s.mean:.3g}</text>')
         parts.append(f'<text x="{x + wide / 2:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>", ""])
