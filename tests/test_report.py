@@ -289,13 +289,30 @@ def test_the_toy_figure_shows_both_datapoints():
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+PROBE = """<script>
+document.querySelector('[data-show="holds"]').click();
+const rows = [...document.querySelectorAll("[data-ruling]")].filter(row => !row.hidden);
+document.body.dataset.filtered = rows.length + " " + rows.every(row => row.dataset.ruling === "holds");
+document.querySelector('[data-show="all"]').click();
+document.getElementById("theme").click();
+document.body.dataset.theme = document.documentElement.dataset.theme;
+location.hash = "#fig4b";
+document.body.dataset.target = document.querySelector(":target").id;
+</script></body>"""
+
+
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
-def test_every_figure_renders_in_a_browser_without_errors(page, outcomes, tmp_path):
+def test_in_a_browser_every_figure_renders_and_filters_links_and_theme_work(page, outcomes, tmp_path):
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text(encoding="utf-8").replace("</body>", PROBE), encoding="utf-8")
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000",
-        f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri(),
+        f"--user-data-dir={tmp_path}", "--dump-dom", probed.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not re.findall(r".*CONSOLE.*", done.stderr)
     assert done.stdout.count('class="plot js-plotly-plot"') == len(outcomes) + sum(len(o.drawings) > 1 for o in outcomes)
     assert done.stdout.count("<svg class=\"main-svg\"") >= 2
+    holds = sum(v.ruling is Ruling.HOLDS for o in outcomes for v in o.verdicts)
+    assert f'data-filtered="{holds} true"' in done.stdout
+    assert re.search(r'data-theme="(dark|light)" data-target="fig4b"', done.stdout)

@@ -170,7 +170,7 @@ def _known(size: Preset, out: Path) -> Iterator[store.Store]:
     """The records of the folder, and those of this preset that came with the package."""
     own = _records_file(out).exists()
     with store.Store(_records_file(out) if own else ":memory:") as records:
-        if not own and committed(size).exists():
+        if (size.centred or not own) and committed(size).exists():
             records.load_dump(committed(size))
         yield records
 
