@@ -169,3 +169,76 @@ def test_the_library_takes_the_toy_step():
     (0.5 * (model(A) - y) ** 2).mean(0).sum().backward()
     optimizer.step()
     torch.testing.assert_close(model.weight.detach(), toy().foof[None], atol=1e-6, rtol=0)
+
+
+KFAC = TINY.but(optimizer="kfac", lr=0.1, damping=1.0, options=(("T", 2), ("S", 2), ("initialise", 3)))
+
+
+def test_the_decrease_of_kfac_s_own_update_is_its_progress():
+    """Fig. 4C's quantity, taken before the step, against the loss after it."""
+    record = run(KFAC.but(measure=("decrease", "decrease_without", "progress", "similarity")))
+    relative = [p / loss for p, loss in zip(record.series["progress"], record.series["loss"], strict=True)]
+    assert record.series["decrease"] == pytest.approx(relative, abs=1e-5)
+    assert record.series["decrease_without"] != pytest.approx(relative, abs=1e-5)
+    assert all(0 < s < 1 for s in record.series["similarity"])
+
+
+def test_measuring_changes_nothing_and_may_be_rarer_than_logging():
+    plain, measured = run(KFAC), run(KFAC.but(measure=("similarity",), options=(*KFAC.options, ("measure_every", 10))))
+    assert measured.series["loss"] == pytest.approx(plain.series["loss"], rel=1e-4)
+    assert (measured.series["step"], measured.series["measured_at"]) == ([1, 6, 11], [1, 11])
+
+
+def test_similarity_is_one_where_the_second_factor_is_nearly_a_multiple_of_the_identity():
+    """Much damping: (Σ_E + λ_E I)⁻¹ → I/λ_E."""
+    low, high = (run(KFAC.but(damping=x, lr=0.01 * x, measure=("similarity",))).series["similarity"][-1] for x in (1e-3, 1e8))
+    assert low < high
+    assert high == pytest.approx(1, abs=1e-3)
+
+
+def test_similarity_is_of_kfac_alone():
+    with pytest.raises(ValueError, match="trajectories of KFAC"):
+        run(TINY.but(measure=("similarity",)))
+
+
+def test_the_transposed_damping_is_the_oracle_s_counter_example():
+    import foof
+    from foof.study.methods import METHODS
+    from oracle import kfac_standard_transposed
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 4, bias=False)
+    setting = Setting(optimizer="kfac-transposed", lr=1.0, damping=0.1, options=(("T", 1), ("S", 1)))
+    optimizer = METHODS["kfac-transposed"].build(model, setting)
+    assert isinstance(optimizer, foof.KFAC)
+    out = model(torch.randn(30, 5))
+    optimizer.update_curvature(out)
+    before = model.weight.detach().clone()
+    optimizer.preconditioner.deferred = True
+    out.square().mean().backward()
+    raw = model.weight.grad.clone()
+    optimizer.step()
+    block = optimizer.preconditioner.blocks[0]  # one batch, no decay yet: its averages are what the update was made of
+    expected = kfac_standard_transposed(raw, block.moments["Sigma"].value, block.moments["Sigma_E"].value, 0.1)
+    torch.testing.assert_close(before - model.weight.detach(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_per_datapoint_foof_is_sgd_with_a_rate_per_datapoint():
+    """One layer, one row per datapoint: 1/N Σ_i e_i a_iᵀ / (|a_i|² + λ)."""
+    from foof.study.methods import PerDatapointFOOF
+
+    model, x, y = torch.nn.Linear(6, 3, bias=False), torch.randn(8, 6), torch.randint(3, (8,))
+    before = model.weight.detach().clone()
+    e = (model(x).softmax(1) - torch.nn.functional.one_hot(y, 3)).detach()
+    optimizer = PerDatapointFOOF(model, lr=2.0, damping=0.5)
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    rates = 1 / (x.square().sum(1) + 0.5)
+    torch.testing.assert_close(before - model.weight.detach(), 2 * (e * rates[:, None]).T @ x / 8, rtol=1e-4, atol=1e-6)
+
+
+def test_natural_gradients_take_their_fisher_where_they_are_told_to():
+    base = TINY.but(optimizer="natural", lr=0.01, damping=0.1)
+    own, same, larger = (run(base.but(options=o)).series["loss"] for o in ((), (("same_batch", True),), (("fisher_batch", 200),)))
+    assert own[0] == same[0] == larger[0]
+    assert len({own[-1], same[-1], larger[-1]}) == 3
