@@ -98,7 +98,7 @@ def _behind(panel: published.Panel | None) -> list[Curve]:
     """Published curves as ours: without a band where the paper draws none."""
     if panel is None:
         return []
-    return [Curve(s.label, s.x, s.y, s.low or s.y, s.high or s.y, 3) for s in panel.series]
+    return [Curve(s.label, s.x, s.y, s.low or s.y, s.high or s.y, 3, s.published_as) for s in panel.series]
 
 
 def _searched(found: Found) -> list[Drawing]:

@@ -46,6 +46,7 @@ class Curve:
     low: list[float]
     high: list[float]
     seeds: int
+    name: str = ""  # what the legend calls it, if not its label
 
 
 def colour(label: str) -> str:
@@ -124,7 +125,7 @@ def curves_figure(
     """Mean over seeds as a line, mean ± deviation as a band; the published curves dotted behind."""
     figure, curves = go.Figure(), list(curves)
     for c in published:
-        figure.add_scatter(x=c.steps, y=c.mean, name=f"{c.label}, published", mode="lines",
+        figure.add_scatter(x=c.steps, y=c.mean, name=f"{c.name or c.label}, published", mode="lines",
                            line={"color": colour(c.label), "dash": "dot", "width": 1.5}, opacity=0.7)  # fmt: skip
     for c in curves:
         # a log axis cannot show what lies at or below zero: the band ends at a tenth of the mean
