@@ -27,6 +27,7 @@ Weights = Sequence[float | Tensor]  # a diagonal: for each parameter one number,
 
 ROWS = 1024  # rows of a at a time on each side of a product of rows
 BUDGET = 2**28  # bytes for the gradients of a slice of neurons
+CUT = 2**23  # bytes of patches to cut out at a time: they should still be in the cache when they are multiplied
 MANY = 16  # vectors at once for which a small block forms its columns
 PASSES = 16  # what writing, multiplying and summing one entry of a product of rows costs, in multiply-adds
 
@@ -188,8 +189,11 @@ class Columns:
             b = len(part.x)
             a = part.x.reshape(1, b, -1) if layer.diagonal else layer.input_rows(part.x).reshape(layer.groups, b, -1, layer.m)
             inputs.append(a)
-            errors.append(torch.stack([layer.error_rows(e).reshape(layer.groups, b, -1, layer.n) for e in part.errors], dim=1))
-        return torch.cat(inputs, dim=2).flatten(1, 2), torch.cat(errors, dim=3).flatten(2, 3)
+            rows = [layer.error_rows(e).reshape(layer.groups, b, -1, layer.n) for e in part.errors]
+            errors.append(torch.stack(rows, dim=1) if len(rows) > 1 else rows[0].unsqueeze(1))
+        A = torch.cat(inputs, dim=2) if len(inputs) > 1 else inputs[0]
+        E = torch.cat(errors, dim=3) if len(errors) > 1 else errors[0]
+        return A.flatten(1, 2), E.flatten(2, 3)
 
     def _inner(self, A1: Tensor, A2: Tensor, q: Tensor | float, dtype: torch.dtype) -> Tensor:
         """Products of inputs ``(G, b₁·R₁, b₂·R₂)``; one-hot inputs meet where their indices are equal."""
@@ -244,7 +248,7 @@ class Columns:
         layer = self.layer
         width = layer.groups * len(range(*part.indices(layer.n))) * layer.m
         gradients = torch.empty(self.K, stop - start, width, dtype=dtype, device=layer.weight.device)
-        for chunk in chunks(stop - start, BUDGET // (8 * self.R * max(layer.m, layer.n) * layer.groups)):
+        for chunk in chunks(stop - start, CUT // (8 * self.R * max(layer.m, layer.n) * layer.groups)):
             A, E = self.dense_rows(slice(start + chunk.start, start + chunk.stop), dtype)
             for k in range(self.K):
                 gradients[k, chunk] = (E[:, k, ..., part].mT @ A).transpose(0, 1).flatten(1)  # (G, b, p, m) → (b, G·p·m)
