@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foof.gradients import Call, chunks
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood
-from foof.tap import tapped
+from foof.tap import call_model, tapped
 
 
 class Recorder:
@@ -116,10 +116,3 @@ def _joined(parts: list[list[Call]]) -> list[Call]:
         for call in same:
             call.x, call.errors = call.x[:0], []
     return joined
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call the model on a tensor, a mapping of keyword arguments, or a tuple of arguments."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
