@@ -24,7 +24,8 @@ from foof.fisher import Diagonal, Fisher
 from foof.gradients import Columns
 from foof.gram import GramOperator, Precision
 from foof.likelihood import Categorical, Gaussian, Labels, Likelihood, likelihood_named
-from foof.recording import call_model, record
+from foof.recording import record
+from foof.tap import call_model
 
 __all__ = ["Calibration", "ExactPosterior", "KroneckerPosterior", "calibration", "fit", "fit_kronecker"]
 
