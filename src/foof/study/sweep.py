@@ -142,9 +142,13 @@ def _on_dask(settings: Sequence[Setting], scheduler: str) -> Generator[Record, N
     if not settings:
         return
     with Client(scheduler) as client:
-        futures = client.map(run, settings, key=[s.key for s in settings], retries=ATTEMPTS, pure=False)
+        waiting = set(client.map(run, settings, key=[s.key for s in settings], retries=ATTEMPTS, pure=False))
         try:
-            for future in as_completed(futures):
-                yield future.result()
+            for future in as_completed(list(waiting)):
+                record = future.result()
+                # let go of it at once: what is kept would be run again when the worker that holds it dies
+                waiting.discard(future)
+                future.release()
+                yield record
         finally:
-            client.cancel(futures)
+            client.cancel(list(waiting))
