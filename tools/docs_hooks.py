@@ -115,8 +115,14 @@ def study() -> str:
     return "\n\n".join(parts)
 
 
-TABLES: dict[str, Callable[[], str]] = {"char_gpt": char_gpt, "bf16_loss": bf16_loss, "kfac_damping": kfac_damping, "study": study, "guidance_lr": guidance_lr,
-                                        "guidance_schedule": guidance_schedule}  # fmt: skip
+TABLES: dict[str, Callable[[], str]] = {
+    "bf16_loss": bf16_loss,
+    "char_gpt": char_gpt,
+    "guidance_lr": guidance_lr,
+    "guidance_schedule": guidance_schedule,
+    "kfac_damping": kfac_damping,
+    "study": study,
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
