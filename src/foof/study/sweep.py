@@ -137,7 +137,7 @@ def _drain(pool: ProcessPoolExecutor, left: dict[Setting, None], attempts: Count
 
 def _on_dask(settings: Sequence[Setting], scheduler: str) -> Generator[Record, None, None]:
     """Records as they finish. Dask itself gives the runs of a dead worker to another."""
-    from distributed import Client, as_completed
+    from distributed import Client, KilledWorker, as_completed
 
     if not settings:
         return
@@ -145,7 +145,10 @@ def _on_dask(settings: Sequence[Setting], scheduler: str) -> Generator[Record, N
         waiting = set(client.map(run, settings, key=[s.key for s in settings], retries=ATTEMPTS, pure=False))
         try:
             for future in as_completed(list(waiting)):
-                record = future.result()
+                try:
+                    record = future.result()
+                except KilledWorker as error:
+                    raise WorkerDied(f"{error} What had finished is stored; the same command continues from there.") from None
                 # let go of it at once: what is kept would be run again when the worker that holds it dies
                 waiting.discard(future)
                 future.release()
