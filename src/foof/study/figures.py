@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import plotly.graph_objects as go
@@ -77,7 +78,7 @@ def curve(
     records: Sequence[Record], label: str | None = None, name: str = "loss", keep: float = 0.0, until: int | None = None, x: str = "step"
 ) -> Curve:
     """One curve of records that differ in their seed alone. Seeds that diverged shorten it to where all still ran."""
-    series = [smooth(r.series[name], keep) for r in records]
+    series = [smooth(list(takewhile(math.isfinite, r.series[name])), keep) for r in records]
     steps = records[0].series[x]
     n = min([*map(len, series), sum(s <= (until or math.inf) for s in steps)])
     mean = [statistics.fmean(s[i] for s in series) for i in range(n)]

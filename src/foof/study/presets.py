@@ -57,6 +57,6 @@ def search(preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = N
 
 
 def fixed(preset: Preset, setting: Setting, urgency: int = 1) -> Search:
-    """A given setting, one run: for what does not depend on the learning rate, as time per step."""
+    """A given setting, all seeds: for what does not depend on the learning rate, as time per step."""
     centre = (setting.lr, setting.damping)
-    return Search(setting, (setting.lr,), (setting.damping,), extend=0, seeds=1, centre=centre, urgency=urgency)
+    return Search(setting, (setting.lr,), (setting.damping,), extend=0, seeds=preset.seeds, centre=centre, urgency=urgency)

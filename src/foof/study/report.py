@@ -71,7 +71,8 @@ def section(outcome: Outcome, preset: Preset) -> Section:
         for c in outcome.comparisons
     ]  # fmt: skip
     figures = [d.figure() for d in outcome.drawings]
-    rerun = f"foof reproduce {e.id} --preset {preset.name}"
+    runs_here = e.figure == "toy" or e.searches(preset)
+    rerun = f"foof reproduce {e.id} --preset {preset.name if runs_here else 'paper'}"
     return Section(e.id, e.title, e.where, e.claimed, figures, rows, rerun, e.note, compared)
 
 

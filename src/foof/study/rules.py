@@ -83,7 +83,11 @@ class Term:
         return spread(quantity.scale * quantity.value(r, until) for r in found[self.label].records)
 
     def say(self, found: Found, until: int | None) -> str:
-        return f"{self.label} {self.spread(found, until).say(QUANTITIES[self.quantity].unit)}"
+        found_here = self.spread(found, until)
+        if math.isinf(found_here.mean):
+            lost = sum(math.isinf(QUANTITIES[self.quantity].value(r, until)) for r in found[self.label].records)
+            return f"{self.label} diverged on {lost} of {found_here.n} seeds"
+        return f"{self.label} {found_here.say(QUANTITIES[self.quantity].unit)}"
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,13 @@ class Lower:
     def judge(self, found: Found, until: int | None) -> Measured:
         a, b = self.a.spread(found, until), self.b.spread(found, until)
         ratio = b.mean / a.mean if a.mean and math.isfinite(a.mean) else math.nan
-        text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {ratio:.3g}"
+        says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
+        text = "; ".join([*says, *([] if math.isnan(ratio) or math.isinf(ratio) else [f"ratio {ratio:.3g}"])])
         return Measured(text, lower(_times(_with_margin(a), self.by), _with_margin(b)))
+
+    def _unlabelled(self, term: Term, found: Found, until: int | None) -> str:
+        quantity = QUANTITIES[term.quantity]
+        return f"{quantity.title}: {term.spread(found, until).say(quantity.unit)}"
 
 
 @dataclass(frozen=True)
