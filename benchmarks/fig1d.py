@@ -56,16 +56,20 @@ def run(method: str, lr: float, damping: float, seed: int, images: int, width: i
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """The best end value of each method at full size (the paper's selection), and how many settings were tried."""
-    lines = ["| method | lr | λ | settings tried | loss at update 99 | paper | s/step |", "|---|---|---|---|---|---|---|"]
+    """The best end value of each method at full size (the paper's selection), of how many settings, and how many of them diverged."""
+    lines = ["| method | lr | λ | settings (diverged) | seeds | loss at update 99 | paper | s/step |", "|---|---|---|---|---|---|---|---|"]
     for method, paper in PAPER.items():
-        mine = [r for r in runs if r["method"] == method and r["images"] == r["width"] == 1000 and r["steps"] >= 99]
-        if mine:
-            best = min(mine, key=lambda r: r["loss"][99])
-            lines.append(
-                f"| {method} | {best['lr']:g} | {best['damping']:g} | {len(mine)} | {best['loss'][99]:.3g} | {paper:.3g} "
-                f"| {best['seconds_per_step']:.2f} |"
-            )
+        mine = [r for r in runs if r["method"] == method and r["images"] == r["width"] == 1000]
+        finished = [r for r in mine if r["steps"] >= 99]
+        if not finished:
+            continue
+        best = min(finished, key=lambda r: r["loss"][99])
+        settings = {(round(r["lr"], 9), r["damping"], r.get("ema") or 0.0) for r in mine}
+        good = {(round(r["lr"], 9), r["damping"], r.get("ema") or 0.0) for r in finished}
+        lines.append(
+            f"| {method} | {best['lr']:g} | {best['damping']:g} | {len(settings)} ({len(settings - good)}) "
+            f"| {len({r['seed'] for r in finished})} | {best['loss'][99]:.3g} | {paper:.3g} | {best['seconds_per_step']:.2f} |"
+        )
     return "\n".join(lines)
 
 

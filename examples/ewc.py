@@ -13,7 +13,9 @@ from common import accuracy, data, network, output_file, save, train
 from foof.ewc import EWC
 
 TASKS, DATAPOINTS = 3, 200
-STRENGTH = {"no penalty": 0.0, "diagonal": 300.0, "exact": 30.0}  # the best of 10, 30, 100, 300, 1000 for each
+# The best of 1, 3, 10, 30, 100, 300, 1000 (diagonal: and 3000) for each, by mean accuracy over two seeds on 500 images that are not
+# used here. On the test images of this example, seeds 0 and 1: exact 0.812 and 0.832, diagonal 0.782 and 0.771, none 0.757 and 0.691.
+STRENGTH = {"no penalty": 0.0, "diagonal": 10.0, "exact": 3.0}
 
 
 def learn(penalty: str) -> tuple[list[list[float]], int]:

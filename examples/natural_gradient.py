@@ -1,4 +1,7 @@
-"""Natural gradients without any approximation: full batch, Full Fisher, exact inversion (Fig. 1D in small)."""
+"""Natural gradients without any approximation: full batch, Full Fisher, exact inversion (Fig. 1D in small).
+
+The settings are plain ones, not tuned: this shows how it is used. For a comparison of methods see ``benchmarks/fig1d.md``.
+"""
 
 from __future__ import annotations
 
