@@ -46,8 +46,8 @@ def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
     rows = [
         {
             "": NAMES[label],
-            "training loss": _beside(str(loss), PUBLISHED_LOSS.get(label)),
-            "cosine with FOOF's update": _beside(str(cosines[label]) if label in cosines else "–", PUBLISHED_COSINE.get(label)),
+            "training loss": _beside(str(loss), PUBLISHED_LOSS.get(label), preset),
+            "cosine with FOOF's update": _beside(str(cosines.get(label, "–")), PUBLISHED_COSINE.get(label), preset),
         }
         for label, loss in losses.items()
     ]
@@ -61,11 +61,13 @@ def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
     )
     ids = ("standard-worse", "standard-like-sgd", "released-worse", "released-like-sgd", "heuristic-similarity", "released-similarity")
     verdicts = [v for o in (a, b) for v in o.verdicts if v.id in ids]
-    return Headline(preset.name, preset.about, sentence, rows, verdicts)
+    about = preset.about + ("" if preset.centred else ". At the paper's scale there are no records of both dampings yet")
+    return Headline(preset.name, about, sentence, rows, verdicts)
 
 
-def _beside(ours: str, published: float | None) -> str:
-    return ours if published is None else f"{ours}; published {published:.3g}"
+def _beside(ours: str, published: float | None, preset: Preset) -> str:
+    """Published values stand beside runs of the paper's size only."""
+    return ours if published is None or not preset.centred else f"{ours}; published {published:.3g}"
 
 
 def _cosine_of(found: Found) -> dict[str, str]:

@@ -102,7 +102,7 @@ class Line:
 
 def lines(outcomes: Sequence[Outcome], beside: Sequence[Outcome]) -> list[Line]:
     """Verdicts in the paper's order; what has not been run comes last."""
-    there = {v.id: v for o in beside for v in o.verdicts if v.ruling is not Ruling.NOT_RUN}
+    there = {v.id: v for o in beside for v in o.verdicts if v.ruling is not Ruling.NOT_RUN and v.section != "toy"}
     found = [Line(v, there.get(v.id)) for o in outcomes for v in o.verdicts]
     return sorted(found, key=lambda line: line.verdict.ruling is Ruling.NOT_RUN and line.paper is None)
 
