@@ -1,7 +1,7 @@
 """Sweeps killed at random moments, then continued: ``python tests/kills.py 50`` for fifty (and ten Dask workers); the tests do a few.
 
-The sweep is all of the preset *smoke*. A kill is SIGKILL, to the sweeping process alone or (every second time) to all of its
-process group, or to a worker of a Dask cluster. Afterwards every record must equal that of an undisturbed sweep.
+The sweep is all of the preset *smoke*. A kill is SIGKILL: to the sweeping process alone, to all of its process group, or to a worker
+of a Dask cluster. Afterwards every record must equal that of an undisturbed sweep.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ def run_to_the_end(path: Path, settings: list[Setting], **how) -> dict[str, str]
     return contents(path)
 
 
-def start(path: Path, count: int) -> subprocess.Popen:
-    """This file as a process of its own that sweeps the first `count` settings; back once it has begun, imports done."""
+def start(path: Path, count: int, lines: int) -> subprocess.Popen:
+    """This file as a process of its own that sweeps the first `count` settings; back once it has said `lines` lines.
+
+    It says one when it begins, its imports done, and one for each record that it stores.
+    """
     command = [sys.executable, __file__, "--sweep", str(path), str(count)]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout
-    process.stdout.readline()
+    for _ in range(lines):
+        process.stdout.readline()
     return process
 
 
@@ -60,11 +64,11 @@ def kill_sweeps(kills: int, folder: Path, expected: dict[str, str], count: int, 
     chance, sweeps, done, kept = random.Random(seed), 1, 0, []
     path = folder / "killed-1.sqlite"
     while done < kills:
-        process = start(path, count)
+        process = start(path, count, lines=1 + done % 3)  # at the beginning, after the first record, after the second
         try:
             process.wait(chance.uniform(0, longest))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL) if done % 2 else process.kill()
+            os.killpg(process.pid, signal.SIGKILL) if chance.random() < 0.5 else process.kill()
             process.wait()
             done += 1
             if path.exists():
@@ -91,6 +95,7 @@ def kill_dask_workers(kills: int, folder: Path, expected: dict[str, str], count:
             def killer(over: threading.Event = over, counted: list = counted, left: int = left) -> None:
                 while not over.wait(chance.uniform(0.3, 1) * apart) and len(counted) < left:
                     try:
+                        client.wait_for_workers(2, timeout=60)
                         pids = client.run(os.getpid)
                         os.kill(chance.choice(list(pids.values())), signal.SIGKILL)
                         counted.append(1)
@@ -114,16 +119,18 @@ def kill_dask_workers(kills: int, folder: Path, expected: dict[str, str], count:
     return {"kills": done, "sweeps": sweeps, "runs per sweep": count, "undisturbed sweep on two Dask workers": "identical"}
 
 
-def main(kills: int) -> None:
+def main(kills: int, dask: bool = True) -> None:
     count = len(smoke())
     with tempfile.TemporaryDirectory() as name:
         folder, begun = Path(name), time.monotonic()
         expected = run_to_the_end(folder / "undisturbed.sqlite", smoke(), workers=2)
         took = time.monotonic() - begun
         print(f"an undisturbed sweep of {count} runs took {took:.0f} s", flush=True)
-        results = {"local": kill_sweeps(kills, folder, expected, count, longest=min(took, 6))}
+        results = {"local": kill_sweeps(kills, folder, expected, count, longest=3)}
         print(results, flush=True)
         RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        if not dask:
+            return
         results["dask"] = kill_dask_workers(max(1, kills // 5), folder, expected, count, apart=took / 4)
     print(results)
     RESULT.write_text(json.dumps(results, indent=1) + "\n")
@@ -133,6 +140,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "--sweep":
         with Store(sys.argv[2]) as into:
             print("begun", flush=True)
-            sweep(smoke()[: int(sys.argv[3])], into, workers=2)
+            sweep(smoke()[: int(sys.argv[3])], into, workers=2, notify=lambda _, new: new and print("stored", flush=True))
     else:
-        main(int(sys.argv[1]))
+        main(int(sys.argv[1]), dask="local" not in sys.argv)
