@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -60,62 +59,55 @@ def start(path: Path, count: int, lines: int) -> subprocess.Popen:
 
 
 def kill_sweeps(kills: int, folder: Path, expected: dict[str, str], count: int, longest: float, seed: int = 0) -> dict[str, int]:
-    """Kill a sweep `kills` times at random moments, continuing each time; a sweep that gets to its end is begun anew."""
+    """Kill a sweep `kills` times at random moments, continuing each time; a sweep that gets to its end is begun anew.
+
+    The moment: after as many of the records still to come as chance says (it may be none), and up to `longest` seconds.
+    """
     chance, sweeps, done, kept = random.Random(seed), 1, 0, []
     path = folder / "killed-1.sqlite"
     while done < kills:
-        process = start(path, count, lines=1 + done % 3)  # at the beginning, after the first record, after the second
+        stored = len(contents(path)) if path.exists() else 0
+        process = start(path, count, lines=1 + chance.randrange(max(1, count - stored)))
         try:
             process.wait(chance.uniform(0, longest))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL) if chance.random() < 0.5 else process.kill()
             process.wait()
             done += 1
-            if path.exists():
-                kept.append(len(contents(path)))
+            kept.append(len(contents(path)))
             continue
         assert contents(path) == expected
         sweeps += 1
+        assert sweeps < 10 * (kills + 1), "sweeps end before they are killed: make `longest` smaller"
         path = folder / f"killed-{sweeps}.sqlite"
     last = run_to_the_end(path, smoke()[:count], workers=2)
     assert last == expected
     return {"kills": done, "sweeps": sweeps, "runs per sweep": count, "kills with records in the store": sum(n > 0 for n in kept)}
 
 
-def kill_dask_workers(kills: int, folder: Path, expected: dict[str, str], count: int, apart: float, seed: int = 0) -> dict[str, int]:
-    """Sweep on a cluster of two workers while random ones of them are killed; as many sweeps as the kills take."""
-    from distributed import Client, LocalCluster
+def kill_dask_workers(kills: int, folder: Path, expected: dict[str, str], count: int, seed: int = 0) -> dict[str, int | str]:
+    """Sweep on a cluster of two workers, killing one of them after every tenth record or so; as many sweeps as the kills take."""
+    from distributed import LocalCluster
 
     chance, done, sweeps = random.Random(seed), 0, 0
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+
+        def perhaps_kill(*_: object) -> None:
+            nonlocal done
+            pids = [nanny.pid for nanny in cluster.workers.values() if nanny.pid]  # none while it is being restarted
+            if done < kills and pids and chance.random() < 0.1:
+                os.kill(chance.choice(pids), signal.SIGKILL)
+                done += 1
+
         assert run_to_the_end(folder / "dask.sqlite", smoke()[:count], scheduler=cluster.scheduler_address) == expected
         while done < kills:
-            over, counted, left = threading.Event(), [], kills - done
-
-            def killer(over: threading.Event = over, counted: list = counted, left: int = left) -> None:
-                while not over.wait(chance.uniform(0.3, 1) * apart) and len(counted) < left:
-                    try:
-                        client.wait_for_workers(2, timeout=60)
-                        pids = client.run(os.getpid)
-                        os.kill(chance.choice(list(pids.values())), signal.SIGKILL)
-                        counted.append(1)
-                    except Exception:  # a worker that is just being restarted
-                        continue
-
-            thread = threading.Thread(target=killer)
-            thread.start()
             sweeps += 1
-            records = {}
-            try:
-                while len(records) < count:
-                    with suppress(WorkerDied):  # one run was unlucky four times: go on from there
-                        path = folder / f"dask-{sweeps}.sqlite"
-                        records = run_to_the_end(path, smoke()[:count], scheduler=cluster.scheduler_address)
-            finally:
-                over.set()
-                thread.join()
+            records: dict[str, str] = {}
+            while len(records) < count:
+                with suppress(WorkerDied):  # one run was unlucky four times: go on from there
+                    path = folder / f"dask-{sweeps}.sqlite"
+                    records = run_to_the_end(path, smoke()[:count], scheduler=cluster.scheduler_address, notify=perhaps_kill)
             assert records == expected
-            done += len(counted)
     return {"kills": done, "sweeps": sweeps, "runs per sweep": count, "undisturbed sweep on two Dask workers": "identical"}
 
 
@@ -131,7 +123,7 @@ def main(kills: int, dask: bool = True) -> None:
         RESULT.write_text(json.dumps(results, indent=1) + "\n")
         if not dask:
             return
-        results["dask"] = kill_dask_workers(max(1, kills // 5), folder, expected, count, apart=took / 4)
+        results["dask"] = kill_dask_workers(max(1, kills // 5), folder, expected, count)
     print(results)
     RESULT.write_text(json.dumps(results, indent=1) + "\n")
 

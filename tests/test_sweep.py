@@ -148,13 +148,13 @@ def test_a_dask_cluster_gives_the_same_records(store, expected):
 def test_kill_9_at_random_moments_changes_no_record(tmp_path):
     """Three times here; fifty times with `python tests/kills.py 50`."""
     kills_expected = kills.run_to_the_end(tmp_path / "undisturbed.sqlite", kills.smoke()[:12], workers=2)
-    assert kills.kill_sweeps(3, tmp_path, kills_expected, count=12, longest=6)["kills"] == 3
+    assert kills.kill_sweeps(3, tmp_path, kills_expected, count=12, longest=0.3)["kills"] == 3
 
 
 def test_a_dask_worker_killed_changes_no_record(tmp_path):
     pytest.importorskip("distributed")
     expected = kills.run_to_the_end(tmp_path / "undisturbed.sqlite", kills.smoke()[:12], workers=2)
-    assert kills.kill_dask_workers(1, tmp_path, expected, count=12, apart=1)["kills"] == 1
+    assert kills.kill_dask_workers(1, tmp_path, expected, count=12)["kills"] == 1
 
 
 def test_the_ladders_of_the_paper():
