@@ -7,6 +7,7 @@ and `NOTES` says so, figure by figure.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from foof.study.presets import Preset, fixed, search
 from foof.study.setting import Setting
@@ -138,9 +139,12 @@ def _measured(p: Preset, d: str, optimizer: str, *options: tuple[str, str]) -> S
 def fig3a(p: Preset, d: str) -> Runs:
     standard = _measured(p, d, "kfac", ("damping_mode", "standard"))
     released = _measured(p, d, "kfac-transposed")
+    corrected = search(p, standard, (3e-4, 1e-3), (3e-3, 1e-2), urgency=0)
+    if p.centred:  # the paper has no setting for it: λ is searched for too
+        corrected = replace(corrected, dampings=(1e-4, 1e-3, 1e-2), damping_every=1)
     return {
         KFAC: _kfac(p, d),
-        STANDARD: search(p, standard, (3e-4, 1e-3), (3e-3, 1e-2), urgency=0),
+        STANDARD: corrected,
         RELEASED: search(p, released, (1e-3, 1e-2), (3e-3, 1e-2), urgency=0),
         SGD: _sgd(p, d),
     }
