@@ -80,3 +80,8 @@ def cnn(channels: int = 2, classes: int = 3) -> nn.Sequential:
         nn.Conv2d(channels, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, stride=2, groups=2), nn.ReLU(),
         nn.Flatten(), nn.Linear(36, classes),
     )  # fmt: skip
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])

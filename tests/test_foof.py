@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import foof
-from cases import cnn, mlp
+from cases import cnn, flat, mlp
 from oracle import relative_error
 
 OPTIMIZERS = {
@@ -55,10 +55,6 @@ def train(model, opt, steps, start=0):
 def norm_net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def save_and_load(state):

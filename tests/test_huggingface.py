@@ -6,28 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import foof
-from cases import mlp
+from cases import flat, mlp
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import huggingface_gpt2
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture
-def steps():
-    """Steps taken by all optimizers so far: so that a resumed run cannot have started over."""
-    count = [0]
-    handle = register_optimizer_step_post_hook(lambda *_: count.__setitem__(0, count[0] + 1))
-    yield lambda: count[0]
-    handle.remove()
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 @pytest.mark.parametrize("name", ["foof", "adamw", "muon"])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import foof
-from cases import cnn, mlp
+from cases import cnn, flat, mlp
 from foof import measures
 from foof.likelihood import Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, fisher_in
@@ -32,10 +32,6 @@ def step(model, opt, x, y):
     opt.update_curvature(out, y)
     nn.functional.cross_entropy(out, y).backward()
     opt.step()
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def train(model, opt, steps, start=0):

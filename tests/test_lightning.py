@@ -6,29 +6,15 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import foof
-from cases import mlp
+from cases import flat, mlp
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import lightning_gpt2
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, loggers and batch sizes
-
-
-@pytest.fixture
-def steps():
-    """Steps taken by all optimizers so far: so that a resumed run cannot have started over."""
-    count = [0]
-    handle = register_optimizer_step_post_hook(lambda *_: count.__setitem__(0, count[0] + 1))
-    yield lambda: count[0]
-    handle.remove()
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 @pytest.mark.parametrize("name", ["foof", "adamw", "muon"])

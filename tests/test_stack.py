@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.optim import lr_scheduler, swa_utils
 
 import foof
-from cases import cnn, mlp
+from cases import cnn, flat, mlp
 from oracle import relative_error
 
 
@@ -21,10 +21,6 @@ def data(number, size=32):
     g = torch.Generator().manual_seed(number)
     x = torch.randn(size, 6, generator=g)
     return x, (x[:, :3] + 0.5 * x[:, 3:]).argmax(1)
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def train(model, opt, steps, start=0, after_backward=lambda: None):

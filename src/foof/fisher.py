@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foof.gradients import Vectors
-from foof.gram import GramOperator, Precision
+from foof.gram import GramOperator, Precision, by_layer_named
 from foof.layers import Layer, covered_layers
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.recording import record
@@ -262,13 +262,6 @@ class Fisher:
 
         dtype = torch.empty(0, dtype=self.operator.dtype).numpy().dtype
         return LinearOperator(self.shape, matvec=multiply, rmatvec=multiply, matmat=multiply, rmatmat=multiply, dtype=dtype)
-
-
-def by_layer_named(blocks: str) -> bool:
-    """Is the Fisher block-diagonal?"""
-    if blocks not in ("full", "layer"):
-        raise ValueError(f'blocks must be "full" or "layer", got {blocks!r}.')
-    return blocks == "layer"
 
 
 def fisher_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[list[Layer], list[nn.Parameter]]:

@@ -251,6 +251,13 @@ class GramOperator:
         }
 
 
+def by_layer_named(blocks: str) -> bool:
+    """Is the Fisher block-diagonal?"""
+    if blocks not in ("full", "layer"):
+        raise ValueError(f'blocks must be "full" or "layer", got {blocks!r}.')
+    return blocks == "layer"
+
+
 def available_memory(device: torch.device) -> int | None:
     """Bytes that can be had on this device, or None where nobody knows."""
     if device.type == "cuda":

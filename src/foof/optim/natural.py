@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof.gradients import Call
-from foof.gram import GramOperator, Precision
+from foof.gram import GramOperator, Precision, by_layer_named
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps
@@ -219,9 +219,8 @@ class NaturalGradient(QuadraticModelSteps):
                  batch_size: int | None = None, generator: torch.Generator | int | None = None,
                  rest: str | Mapping[str, Any] = "adamw", groups: Sequence[Mapping[str, Any]] = (),
                  exclude: Iterable[str] = (), maximize: bool = False) -> None:  # fmt: skip
-        if blocks not in ("full", "layer"):
-            raise ValueError(f'blocks must be "full" or "layer", got {blocks!r}.')
-        settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), blocks == "layer", dtype, batch_size)
+        by_layer = by_layer_named(blocks)
+        settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), by_layer, dtype, batch_size)
         for options in ({"damping": damping}, *groups):
             number(Damping(options.get("damping", damping), options.get("relative", False)))
         self.adaptive = self.check_adaptive(adaptive, weight_decay, maximize)
