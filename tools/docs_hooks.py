@@ -1,4 +1,4 @@
-"""Fills ``<!-- results: name -->`` in the documentation with tables from the committed results of the benchmarks."""
+"""Fills ``<!-- results: name -->`` in the documentation with tables from the committed results of benchmarks and study."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import json
 import math
 import re
 import statistics
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from foof.study.experiments import Outcome, committed, experiments_of, recall, remembered
+from foof.study.presets import PRESETS, Preset
+from foof.study.rules import end_loss
+from foof.study.store import Store
+from foof.study.verdict import spread
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -81,34 +86,36 @@ def _loss(values: list[float | None] | None) -> str:
     return f"{statistics.mean(numbers):.3f}" if len(numbers) == len(values) else "diverged"
 
 
+def outcomes(preset: Preset) -> list[Outcome]:
+    """What the records in the package say at this preset."""
+    with Store(":memory:") as store:
+        store.load_dump(committed(preset))
+        return recall(list(experiments_of(preset).values()), preset, remembered(store))
+
+
 def kfac_damping() -> str:
-    """Every setting with its mean and spread over seeds, the best first."""
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for r in records("kfac_damping"):
-        found.setdefault((r["name"], f"{r['lr']:g}", f"{r['damping']:g}", r["T"], r["initial"]), []).append(r["loss_1700_1800"])
+    """Fig. 3A: every setting that was run, with its loss over seeds, the best first."""
+    paper = PRESETS["paper"]
+    outcome = next(o for o in outcomes(paper) if o.experiment.id == "fig3a")
+    found: dict[tuple[str, float, Any], dict[int, float]] = {}
+    for label, tuned in outcome.found.items():
+        for r in (*tuned.tried, *tuned.records):
+            found.setdefault((label, r.setting.lr, r.setting.damping), {})[r.setting.seed] = end_loss(r, paper.early)
     rows = []
-    for setting, ends in sorted(found.items(), key=lambda item: statistics.mean(item[1])):
-        spread = f" ± {statistics.stdev(ends):.3f}" if len(ends) > 1 and all(map(math.isfinite, ends)) else ""
-        mean = statistics.mean(ends)
-        rows.append([*setting, len(ends), f"{mean:.3f}{spread}" if math.isfinite(mean) else "diverged"])
-    head = ["method", "lr", "λ", "T", "initial batches", "seeds", "training loss, steps 1,700 to 1,800"]
-    return table(head, rows) if rows else ""
+    for (label, lr, damping), losses in sorted(found.items(), key=lambda item: statistics.mean(item[1].values())):
+        scale = paper.base.batch_size or 1
+        pair = [f"{lr:g}", "–"] if damping is None else [f"{lr * scale:g}", f"{damping * scale:g}"]
+        rows.append([label, *pair, len(losses), spread(losses.values())])
+    return table(["method", "lr", "λ", "seeds", f"training loss at {paper.early:,} steps"], rows)
 
 
 def study() -> str:
     """Verdicts of every claim that the records in the package decide, preset by preset, the largest first."""
-    from foof.study.experiments import committed, experiments_of, recall, remembered
-    from foof.study.presets import PRESETS
-    from foof.study.store import Store
-
     parts = []
     for preset in reversed(PRESETS.values()):
         if not committed(preset).exists():
             continue
-        with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "records.sqlite") as store:
-            store.load_dump(committed(preset))
-            outcomes = recall(list(experiments_of(preset).values()), preset, remembered(store))
-        verdicts = [v for outcome in outcomes for v in outcome.verdicts if v.ruling != "not run"]
+        verdicts = [v for outcome in outcomes(preset) for v in outcome.verdicts if v.ruling != "not run"]
         rows = [[v.claim, v.where, v.measured, f"**{v.ruling}**"] for v in verdicts]
         parts.append(f"### Preset `{preset.name}`\n\n{preset.about[0].upper()}{preset.about[1:]}.\n\n"
                      + table(["claim", "where", "measured", ""], rows))  # fmt: skip
