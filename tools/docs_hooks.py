@@ -116,7 +116,7 @@ def study() -> str:
         if not committed(preset).exists():
             continue
         verdicts = [v for outcome in outcomes(preset) for v in outcome.verdicts if v.ruling != "not run"]
-        rows = [[v.claim, v.where, v.measured, f"**{v.ruling}**"] for v in verdicts]
+        rows = [[v.claim, v.where, v.measured.replace("\n", "<br>"), f"**{v.ruling}**"] for v in verdicts]
         parts.append(f"### Preset `{preset.name}`\n\n{preset.about[0].upper()}{preset.about[1:]}.\n\n"
                      + table(["claim", "where", "measured", ""], rows))  # fmt: skip
     return "\n\n".join(parts)

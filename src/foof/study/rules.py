@@ -87,7 +87,7 @@ class Term:
         if math.isinf(found_here.mean):
             lost = sum(math.isinf(QUANTITIES[self.quantity].value(r, until)) for r in found[self.label].records)
             return f"{self.label} diverged on {lost} of {found_here.n} seeds"
-        return f"{self.label} {found_here.say(QUANTITIES[self.quantity].unit)}"
+        return f"{self.label}: {found_here.say(QUANTITIES[self.quantity].unit)}"
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class All:
 
     def judge(self, found: Found, until: int | None) -> Measured:
         parts = [rule.judge(found, until) for rule in self.rules]
-        return Measured(" | ".join(part.text for part in parts), together([part.ruling for part in parts]))
+        return Measured("\n".join(part.text for part in parts), together([part.ruling for part in parts]))
 
 
 def together(rulings: list[Ruling]) -> Ruling:
