@@ -154,7 +154,7 @@ def test_verdicts_say_what_the_records_say(outcomes):
     verdicts = {v.id: v for o in outcomes for v in o.verdicts}
     foof = Term(FOOF).spread(found, None)
     assert verdicts["foof-vs-sgd"].ruling is lower(foof, Term(SGD).spread(found, None)) is Ruling.HOLDS
-    assert f"FOOF {foof}" in verdicts["foof-vs-sgd"].measured
+    assert f"FOOF: {foof}" in verdicts["foof-vs-sgd"].measured
     assert verdicts["kfac-ten-times"].ruling is Ruling.FAILS
     assert {verdicts["toy-sgd"].ruling, verdicts["toy-foof"].ruling} == {Ruling.HOLDS}
     assert "(2, 1)" in verdicts["toy-sgd"].measured
