@@ -230,11 +230,15 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the source this runs from, marked if files differ from it; empty outside a repository."""
-    here = Path(__file__).parent
+    """The commit of the source this runs from, marked if files differ from it; empty where no repository has this file."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
     try:
-        git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an environment inside somebody's repository is not of it
+        return git("describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.SubprocessError):
         return ""
 
