@@ -1,11 +1,15 @@
 """Every Python snippet of the README runs as it stands, and what it links to exists."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tools"))
+import readme  # noqa: E402
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
 
@@ -25,3 +29,10 @@ def test_links_lead_somewhere():
 def test_the_commands_of_the_readme_are_in_the_makefile():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M)
     assert set(re.findall(r"^make ([a-z]+)", README, flags=re.M)) <= set(targets)
+
+
+def test_findings_and_picture_are_those_of_the_records():
+    """`python tools/readme.py` writes both anew."""
+    found = readme.outcomes()
+    assert readme.BLOCK.search(README)[0] == readme.findings(found)
+    assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture(found)
