@@ -1,6 +1,6 @@
 """How sure is the network? Exact and Kronecker-factored Laplace posteriors side by side (Appendices C.1 and F).
 
-A small classifier is trained to overconfidence; then its posterior is taken in four ways from the same 500 images. Appendix F asks
+A small classifier is trained to overconfidence; then its posterior is taken in four ways from the same 500 images. Appendix G asks
 whether the first Kronecker factor alone does as well as both, and whether Kronecker beats the exact posterior given the same data.
 Each way has its own prior precision, once by marginal likelihood and once by the likelihood of validation images.
 """

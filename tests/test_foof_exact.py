@@ -186,7 +186,7 @@ def test_batch_size_invariance(repeat):
 
 
 def test_per_datapoint_variant():
-    """Appendix E: FOOF on single datapoints, averaged; for one row per datapoint, SGD with its own rate for each."""
+    """Appendix F: FOOF on single datapoints, averaged; for one row per datapoint, SGD with its own rate for each."""
     torch.manual_seed(0)
     a, e = torch.randn(5, 3, 4), torch.randn(5, 3, 2)
     expected = sum(foof_update((E.mT @ A)[None], (A.mT @ A)[None], 0.2)[0] for A, E in zip(a, e, strict=True)) / 5

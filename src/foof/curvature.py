@@ -68,7 +68,7 @@ class InputFactor:
 
 
 def per_datapoint_gradient(a: Tensor, e: Tensor, damping: float) -> Tensor:
-    """Appendix E: FOOF applied to each datapoint alone, then averaged. a ``(N, R, m)``, e ``(N, R, n)`` of per-datapoint losses.
+    """Appendix F: FOOF applied to each datapoint alone, then averaged. a ``(N, R, m)``, e ``(N, R, n)`` of per-datapoint losses.
 
     ``1/N Σ_i E_iᵀ A_i (A_iᵀ A_i + λI)⁻¹ = 1/N Σ_i E_iᵀ (A_i A_iᵀ + λI)⁻¹ A_i``, the right side with R × R solves only. For R = 1
     this is SGD with a learning rate ``1/(|a_i|² + λ)`` of its own for each datapoint. Returns ``(n, m)``.

@@ -173,7 +173,7 @@ def fit(model: nn.Module, x: Any, y: Tensor, *, labels: str = "mc", likelihood: 
     return posterior
 
 
-# --- Kronecker posteriors: Appendix F -------------------------------------------------------------------------------------
+# --- Kronecker posteriors: Appendix G -------------------------------------------------------------------------------------
 
 
 class KroneckerPosterior(SampledNetworks):
@@ -254,7 +254,7 @@ class _LayerFactors:
 def fit_kronecker(model: nn.Module, x: Any, y: Tensor, *, labels: str = "mc", likelihood: str | Likelihood = "categorical",
                   first_factor_only: bool = False, prior_precision: float | None = None, datapoints: float | None = None,
                   **options: Any) -> KroneckerPosterior:  # fmt: skip
-    """The Kronecker-factored Laplace posterior; ``first_factor_only``: Appendix F's test, which keeps Σ and drops Σ_E."""
+    """The Kronecker-factored Laplace posterior; ``first_factor_only``: Appendix G's test, which keeps Σ and drops Σ_E."""
     kind = likelihood_named(likelihood)
     fisher = Fisher(model, x, labels, y, likelihood=kind, **options)
     with torch.no_grad():
