@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from foof import cli
+from foof.study.store import Store
 from foof.study.sweep import Interrupted
 
 
@@ -65,6 +66,19 @@ def test_a_search_of_its_own(capsys, tmp_path):
     status, said, _ = foof(capsys, *search, "--preset", "smoke", "--out", tmp_path, "--workers", 1)
     assert status == 0
     assert "best: " in said
+
+
+def test_a_single_damping_is_taken_as_it_is(capsys, tmp_path):
+    search = ["sweep", "foof", "--lr", "1", "--damping", "0.5", "--seeds", 1, "--preset", "smoke", "--out", tmp_path, "--workers", 1]
+    assert foof(capsys, *search)[0] == 0
+    with Store(tmp_path / "records.sqlite") as store:
+        assert [r.setting.damping for r in store] == [0.5]
+
+
+def test_a_search_that_cannot_run_leaves_nothing_behind(capsys, tmp_path):
+    status, _, err = foof(capsys, "sweep", "foof", "--preset", "smoke", "--out", tmp_path / "none")
+    assert (status, "FOOF needs a damping" in err) == (1, True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_report_without_records_says_what_to_do(capsys, tmp_path):

@@ -5,6 +5,7 @@ import http.server
 import struct
 import tarfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -201,6 +202,15 @@ def test_a_broken_download_continues_where_it_stopped(server, tmp_path):
     download.download([remote], tmp_path)  # there already: nothing is asked for
     assert len(Server.asked) == 2
     assert [p.name for p in tmp_path.iterdir()] == ["x.bin"]
+
+
+def test_of_several_that_want_a_file_one_fetches_it(server, tmp_path):
+    Server.content = random_images(5_000_000).tobytes()
+    remote, folder = Remote(f"{server}/x.bin", checksum(Server.content)), tmp_path / "data"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: download.download([remote], folder), range(4)))
+    assert (folder / "x.bin").read_bytes() == Server.content
+    assert len(Server.asked) == 1
 
 
 def test_a_download_with_the_wrong_content_is_refused(server, tmp_path):

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -15,13 +16,13 @@ from foof.study.claims import CLAIMS
 from foof.study.drawings import compare
 from foof.study.experiments import chosen, committed, conduct, experiments_of, recall, remembered
 from foof.study.presets import PRESETS
-from foof.study.rules import All, Between, Bound, Lower, Similar, Term, decide, end_loss
+from foof.study.rules import QUANTITIES, All, Between, Bound, Lower, Similar, Term, decide, end_loss
 from foof.study.runs import FOOF, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
 from foof.study.setting import Record, Setting
 from foof.study.store import Store
 from foof.study.svg import bars_svg, curves_svg
 from foof.study.toy import toy
-from foof.study.tune import Tuned
+from foof.study.tune import Search, Tuned, look
 from foof.study.verdict import Ruling, Spread, Verdict, lower, of, spread
 
 SMOKE, QUICK, PAPER = (PRESETS[name] for name in ("smoke", "quick", "paper"))
@@ -108,6 +109,7 @@ def test_rules_decide_beyond_the_spread_and_not_within_it():
     assert ruling(Lower(a, once)) is Ruling.UNDECIDED  # one seed: a quarter stands in for its deviation
     assert ruling(Lower(once, b)) is Ruling.HOLDS
     assert (ruling(Similar(a, c, 1.5)), ruling(Similar(a, b, 1.5))) == (Ruling.HOLDS, Ruling.FAILS)
+    assert (ruling(Similar(a, once, 1.2)), ruling(Bound(once, 1.0, True))) == (Ruling.UNDECIDED, Ruling.UNDECIDED)
     assert (ruling(Between(a, b, 2, 4)), ruling(Between(a, b, 4, 5))) == (Ruling.HOLDS, Ruling.FAILS)
     assert (ruling(Bound(b, 2, True)), ruling(Bound(b, 2, False)), ruling(Bound(b, 3.1, True))) == (
         Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED,
@@ -118,10 +120,26 @@ def test_rules_decide_beyond_the_spread_and_not_within_it():
     assert decide(Lower(a, b), {**found, **tuned("b", [3.0, 3.3], searched=False)}, None).ruling is Ruling.UNDECIDED
 
 
-def test_divergence_is_worse_than_any_loss():
-    diverged = tuned("b", [math.inf, 1.0])
-    assert decide(Lower(Term("a"), Term("b")), {**tuned("a", [1.0, 1.1]), **diverged}, None).ruling is Ruling.HOLDS
-    assert spread([math.inf, 1.0]) == Spread(math.inf, 0.0, 2)
+@pytest.mark.parametrize(("losses", "ruling"), [([math.inf, math.inf], Ruling.HOLDS), ([math.inf, 1.0], Ruling.UNDECIDED)])
+def test_divergence_is_worse_than_any_loss_if_all_seeds_diverge(losses, ruling):
+    found = {**tuned("a", [1.0, 1.1]), **tuned("b", losses)}
+    assert decide(Lower(Term("a"), Term("b")), found, None).ruling is ruling
+
+
+def test_a_measurement_that_blew_up_is_not_left_out():
+    record = Record(Setting(), "finished", {"step": [1], "loss": [1.0], "decrease": [0.5, -math.inf, 0.5]})
+    assert QUANTITIES["decrease"].value(record, None) == -math.inf
+    assert spread([-math.inf]) == Spread(-math.inf, 0.0, 1)
+
+
+def test_a_guess_decides_nothing_before_its_grid_is_done():
+    search = Search(Setting(), (0.1, 0.3, 1.0), seeds=2, centre=(0.3, None), extend=0)
+    known = {s: Record(s, "finished", {}, {"train_loss": s.lr}) for s in (Setting(lr=0.3, seed=i) for i in range(2))}
+    assert look(search, known.get).tuned.searched
+    guess = replace(search, known=False)
+    assert not look(guess, known.get).tuned.searched
+    known |= {s: Record(s, "finished", {}, {"train_loss": s.lr}) for lr in (0.1, 1.0) for s in (Setting(lr=lr, seed=i) for i in range(2))}
+    assert look(guess, known.get).tuned.searched
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
@@ -141,6 +159,8 @@ def test_every_claim_can_be_run_at_every_preset(preset):
 def test_a_choice_is_a_figure_a_family_of_figures_or_a_claim():
     assert [e.id for e in chosen(["fig3"], QUICK)] == ["fig3a", "fig3b", "fig3c", "fig3d"]
     assert [e.id for e in chosen(["fig1a", "fig1a-mnist"], PAPER)] == ["fig1a", "fig1a-mnist"]
+    assert [e.id for e in chosen(["fig1a"], PAPER)] == ["fig1a"]
+    assert [e.id for e in chosen(["kfac-vs-sgd-mnist"], PAPER)] == ["fig1a-mnist"]
     (one,) = chosen(["foof-vs-kfac"], QUICK)
     assert set(one.searches(QUICK)) == {FOOF, KFAC}
     (both,) = chosen(["foof-vs-kfac", "foof-vs-sgd"], QUICK)

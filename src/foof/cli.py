@@ -33,7 +33,7 @@ try:
         remembered,
     )  # fmt: skip
     from foof.study.formats import DataError
-    from foof.study.methods import METHODS, title
+    from foof.study.methods import METHODS, method, title
     from foof.study.models import mlp
     from foof.study.presets import PRESETS, Preset
     from foof.study.run import run
@@ -167,12 +167,22 @@ def claims_(preset: PresetName = "quick", out: Folder = OUT) -> None:
 
 @contextmanager
 def _known(size: Preset, out: Path) -> Iterator[store.Store]:
-    """The records of the folder, and those of this preset that came with the package."""
-    own = _records_file(out).exists()
-    with store.Store(_records_file(out) if own else ":memory:") as records:
-        if (size.centred or not own) and committed(size).exists():
+    """The records of the folder, and those of this preset that came with the package; the folder's file stays as it is."""
+    with store.Store(":memory:") as records:
+        if _own(out):
+            with store.Store(_records_file(out)) as theirs:
+                records.put_all(theirs)
+        if (size.centred or not _own(out)) and committed(size).exists():
             records.load_dump(committed(size))
         yield records
+
+
+def _own(out: Path) -> bool:
+    """Does the folder have records?"""
+    if not _records_file(out).exists():
+        return False
+    with store.Store(_records_file(out)) as records:
+        return len(records) > 0
 
 
 @app.command("sweep")
@@ -191,8 +201,12 @@ def sweep_(
     """Search one method's learning rate and damping by the paper's protocol."""
     base = _preset(preset).base.but(optimizer=optimizer, options=tuple(_option(o) for o in option or ()))
     every = 1 if fine else 2
-    dampings: tuple[float | None, ...] = damping_grid(*_range(damping), every) if damping else (None,)
+    if damping is None:
+        dampings: tuple[float | None, ...] = (None,)
+    else:
+        dampings = damping_grid(*_range(damping), every) if ":" in damping else (float(damping),)
     search = Search(base, lr_grid(*_range(lr)), dampings, every, seeds=seeds)
+    method(search.grid[0])  # a name or a λ that does not fit is an error before anything is begun
     with store.Store(_records_file(out)) as into, _sweeping(into, workers, scheduler) as run_all:
         found = tune(search, run_all)
     table = Table("Learning rate", "λ", "Training loss", "")
@@ -218,10 +232,9 @@ def report_(
 ) -> None:
     """Redraw the report without training: from the records in the folder, or else from those that came with the package."""
     size = _preset(preset)
-    own = _records_file(out).exists()
-    if not own and not committed(size).exists():
+    if not _own(out) and not committed(size).exists():
         raise NotRun(f"records were needed in {_records_file(out)}, but there are none; run `foof reproduce` first")
-    if not own:
+    if not _own(out):
         console.print("No records here: these are the ones that came with the package.")
     experiments = list(experiments_of(size).values())
     with _known(size, out) as records:
@@ -253,8 +266,8 @@ def data_(
 @app.command()
 def train(
     optimizer: Annotated[str, typer.Argument(help=f"One of {', '.join(METHODS)}.")] = "foof",
-    lr: float = 0.3,
-    damping: Annotated[float | None, typer.Option(help="λ, for methods that have one; default 1.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Default: one that suits the method on Fashion-MNIST.")] = None,
+    damping: Annotated[float | None, typer.Option(help="λ, for methods that have one; default likewise.")] = None,
     dataset: Annotated[str, typer.Option(help=f"One of {', '.join(data.SPECS)}.")] = "fashion-mnist",
     source: Annotated[str, typer.Option(help=f"One of {', '.join(data.SOURCES)}.")] = "embedded",
     hidden: Annotated[str, typer.Option(help="Hidden sizes, separated by commas.")] = "1000,1000,1000",
@@ -264,8 +277,8 @@ def train(
     option: Annotated[list[str] | None, typer.Option(help="Of the optimizer, as NAME=VALUE, e.g. momentum=0.9.")] = None,
 ) -> None:
     """Train one network and watch."""
-    if damping is None and optimizer in METHODS and METHODS[optimizer].damped:
-        damping = 1.0
+    default = METHODS[optimizer].default if optimizer in METHODS else (1.0, None)
+    lr, damping = default[0] if lr is None else lr, default[1] if damping is None else damping
     setting = Setting(
         dataset=dataset, source=source, hidden=tuple(int(n) for n in hidden.split(",") if n), optimizer=optimizer, lr=lr,
         damping=damping, batch_size=batch_size, steps=steps, seed=seed, options=tuple(_option(o) for o in option or ()),

@@ -19,7 +19,7 @@ class Entry:
 
 CATALOGUE: dict[str, Entry] = {
     "toy": Entry(
-        "Two datapoints that disagree", "Appendix E",
+        "Two datapoints that disagree", "Appendix F",
         "Gradients of different datapoints can conflict. SGD adds them up, so one can overwrite the other; FOOF finds the update "
         "that serves both."),
     "fig1a": Entry(
@@ -68,7 +68,7 @@ CATALOGUE: dict[str, Entry] = {
                             "FOOF and KFAC behave alike.", "Section 5", draws="accuracy"),
     "robustness": Entry("What FOOF does not depend on", "Appendix D.3", "The decay m of the moving average, the schedule S and T and the "
                         "damping need no careful tuning.", "Fig. J.11B"),
-    "per-datapoint": Entry("FOOF on single datapoints", "Appendix E", "Applied to each datapoint alone and averaged, FOOF is SGD with a "
+    "per-datapoint": Entry("FOOF on single datapoints", "Appendix F", "Applied to each datapoint alone and averaged, FOOF is SGD with a "
                            "learning rate per datapoint, and performs like SGD: combining datapoints is the point."),
     "batches": Entry("Fisher and gradient from the same mini-batch?", "Appendix I.5, Fig. I.6", "Estimating both on the same mini-batch "
                      "biases natural gradients; an independent one avoids that.", "Fig. I.7"),

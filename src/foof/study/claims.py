@@ -13,7 +13,7 @@ from foof.study.rules import All, Between, Bound, Lower, Rule, Similar, Term
 
 SIMILAR = 1.25  # "performs similar": losses within this factor
 NOTABLY = 1.5  # "notably better": lower by more than this factor
-ROBUST = 2.0  # "robust": losses, which fall over orders of magnitude, within this factor
+ROBUST = 2.0  # "robust": losses, which fall over orders of magnitude, higher by no more than this factor
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ SECTION_3: tuple[Claim, ...] = (
     Claim("kfac-vs-natural", "fig1a", "Fig. 1A", "KFAC trains faster than the natural gradients it is meant to approximate.",
           _lower(r.KFAC, r.NATURAL), "Fig. J.8A"),
     Claim("kfac-ten-times", "fig1a", "Section 3.2, Fig. 1A", "KFAC's loss is ten to twenty times lower than that of subsampled natural "
-          "gradients.", _lower(r.KFAC, r.NATURAL, 10), "Fig. J.8A"),
+          "gradients.", _lower(r.KFAC, r.NATURAL, 10), "Section 3.2, Fig. J.8A"),
     Claim("kfac-vs-sgd", "fig1a", "Fig. 1A", "KFAC trains faster than SGD with momentum.", _lower(r.KFAC, r.SGD), "Fig. J.8A"),
     Claim("kfac-vs-adam", "fig1a", "Fig. 1A", "KFAC trains faster than Adam.", _lower(r.KFAC, r.ADAM), "Fig. J.8A"),
     Claim("natural-vs-sgd", "fig1a", "Section 6, Fig. 1A", "Subsampled natural gradients are not much better than SGD with momentum.",
@@ -72,11 +72,11 @@ SECTION_3: tuple[Claim, ...] = (
     Claim("block-diagonal-full", "fig2c", "Fig. 2C", "Also with full batches and the full Fisher.",
           All((_lower(r.KFAC, r.BY_LAYER_FULL), _lower(r.KFAC, r.BY_LAYER_MC))), "Fig. J.9C"),
     Claim("standard-worse", "fig3a", "Fig. 3A", "KFAC needs its damping heuristic: with standard damping it is worse.",
-          _lower(r.KFAC, r.STANDARD), "Fig. J.10A"),
-    Claim("standard-like-sgd", "fig3a", "Fig. 3A", "With standard damping KFAC performs like SGD: the heuristic is all of its advantage.",
+          _lower(_kfac(0), r.STANDARD), "Fig. J.10A"),
+    Claim("standard-like-sgd", "fig3a", "Fig. 3A", "With standard damping KFAC performs like SGD.",
           _similar(r.STANDARD, r.SGD, SIMILAR), "Fig. J.10A"),
     Claim("released-worse", "fig3a", "Fig. 3A, released code", "The same with the released code's standard damping, which is transposed.",
-          _lower(r.KFAC, r.RELEASED), "Fig. J.10A"),
+          _lower(_kfac(0), r.RELEASED), "Fig. J.10A"),
     Claim("released-like-sgd", "fig3a", "Fig. 3A, released code", "With the released code's standard damping KFAC performs like SGD.",
           _similar(r.RELEASED, r.SGD, SIMILAR), "Fig. J.10A"),
 )  # fmt: skip
@@ -111,14 +111,14 @@ SECTION_4: tuple[Claim, ...] = (
 
 APPENDICES: tuple[Claim, ...] = (
     Claim("often-inverted", "robustness", "Appendix D.3, Fig. 4B", "FOOF loses nothing by inverting every 100 steps instead of every 10.",
-          _similar(r.FOOF, r.FOOF_10, ROBUST), "Fig. J.11B"),
+          _lower(r.FOOF, r.FOOF_10, 1 / ROBUST), "Fig. J.11B"),
     Claim("robust-m", "robustness", "Appendix D.3", "The decay of the moving average hardly matters: 0.999 does as well as 0.95.",
-          _similar(r.FOOF, r.FOOF_EMA, ROBUST)),
+          _lower(r.FOOF_EMA, r.FOOF, 1 / ROBUST)),
     Claim("robust-s", "robustness", "Appendix D.3", "Statistics from 10 of every 100 steps are enough.",
-          _similar(r.FOOF, r.FOOF_S, ROBUST)),
+          _lower(r.FOOF_S, r.FOOF, 1 / ROBUST)),
     Claim("robust-damping", "robustness", "Appendix D.3", "FOOF with 100 times more or less damping still clearly beats SGD.",
           All((_lower(r.FOOF_MORE, r.SGD), _lower(r.FOOF_LESS, r.SGD)))),
-    Claim("per-datapoint", "per-datapoint", "Appendix E", "FOOF on each datapoint alone, averaged, is not notably better than SGD.",
+    Claim("per-datapoint", "per-datapoint", "Appendix F", "FOOF on each datapoint alone, averaged, is not notably better than SGD.",
           _lower("SGD", r.PER_DATAPOINT, 1 / NOTABLY)),
     Claim("independent-batch", "batches", "Appendix I.5, Fig. I.6", "At low damping, natural gradients need a Fisher from another batch "
           "than the gradient's.", _lower(r.label_i("independent", "low"), r.label_i("same", "low")), "Fig. I.7"),

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import pooch
 import requests
+from filelock import FileLock
 
 from foof.study.formats import DataError
 
@@ -42,23 +43,31 @@ class Resumable:
 
 
 def download(remotes: Iterable[Source], folder: Path) -> None:
-    """Fetch every remote into `folder` (archives are unpacked there), unless it is there with the right checksum."""
+    """Fetch every remote into `folder` (archives are unpacked there), unless it is there with the right checksum.
+
+    Of several processes that want the same, one fetches and the others wait for it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for remote in remotes:
-        name = remote.url.rsplit("/", 1)[1]
-        try:
-            pooch.retrieve(
-                remote.url, remote.checksum, fname=name, path=folder,
-                downloader=Resumable(folder / f"{name}.part"),
-                processor=pooch.Untar(extract_dir=".") if remote.archive else None,
-            )  # fmt: skip
-        except (requests.RequestException, OSError) as error:
-            raise DataError(
-                f"{name} was needed from {remote.url}, but the download failed ({error}). Check the network and run the "
-                f"same command again (it continues where it stopped), or put the file into {folder} by hand."
-            ) from error
-        except ValueError as error:  # pooch: the checksum does not match
-            raise DataError(
-                f"{name} came from {remote.url} with the wrong content ({error}). Run the same command again, or put an "
-                f"intact copy into {folder} by hand."
-            ) from error
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        for remote in remotes:
+            _fetch(remote, folder)
+
+
+def _fetch(remote: Source, folder: Path) -> None:
+    name = remote.url.rsplit("/", 1)[1]
+    try:
+        pooch.retrieve(
+            remote.url, remote.checksum, fname=name, path=folder,
+            downloader=Resumable(folder / f"{name}.part"),
+            processor=pooch.Untar(extract_dir=".") if remote.archive else None,
+        )  # fmt: skip
+    except (requests.RequestException, OSError) as error:
+        raise DataError(
+            f"{name} was needed from {remote.url}, but the download failed ({error}). Check the network and run the "
+            f"same command again (it continues where it stopped), or put the file into {folder} by hand."
+        ) from error
+    except ValueError as error:  # pooch: the checksum does not match
+        raise DataError(
+            f"{name} came from {remote.url} with the wrong content ({error}). Run the same command again, or put an "
+            f"intact copy into {folder} by hand."
+        ) from error

@@ -82,7 +82,7 @@ class Searched:
 
 @dataclass(frozen=True)
 class Toy_:
-    """The toy example of Appendix E."""
+    """The toy example of Appendix F."""
 
     example: Toy
     heading: str = "Loss of each datapoint along one update"
@@ -155,7 +155,7 @@ def accuracies(figure: str, dataset: str, found: Found, preset: Preset) -> list[
 
 @dataclass(frozen=True)
 class Comparison:
-    """One published curve and ours: the last published value, and ours at the same step, processed the same way."""
+    """One published curve and ours at the last published step that ours has, processed the same way."""
 
     panel: str
     curve: str
@@ -180,9 +180,10 @@ def compare(figure: str, dataset: str, found: Found) -> list[Comparison]:
             if tuned is None:
                 continue
             names = SERIES.get(figure, {"": "loss"})
-            name, step = names.get(series.label, names.get("", "loss")), series.x[-1]
+            name = names.get(series.label, names.get("", "loss"))
+            step, theirs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if x <= max(tuned.best.steps, series.x[0])][-1]
             values = spread(_at(r, name, step, panel.keep) for r in tuned.records)
-            rows.append(Comparison(panel.name, series.label, step, series.y[-1], values))
+            rows.append(Comparison(panel.name, series.label, step, theirs, values))
     return rows
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foof.study import published
 from foof.study.experiments import Outcome
 from foof.study.presets import Preset
-from foof.study.rules import Found, Term
-from foof.study.runs import DAMPINGS, KFAC, RELEASED, SGD, STANDARD, label_3
-from foof.study.verdict import Verdict
+from foof.study.rules import Term, end_loss
+from foof.study.runs import HEURISTIC, RELEASED, SGD, STANDARD
+from foof.study.setting import Setting
+from foof.study.tune import Tuned
+from foof.study.verdict import Spread, Verdict, spread
 
-PUBLISHED_LOSS = {KFAC: 0.1046, RELEASED: 0.2459, SGD: 0.2668}  # Fig. 3A at update 1,791
-PUBLISHED_COSINE = {KFAC: 0.7565, RELEASED: 0.09537}  # Fig. 3B at update 1,800
 NAMES = {
-    KFAC: "KFAC, heuristic damping", STANDARD: "KFAC, standard damping as in Eq. (3)",
+    HEURISTIC: "KFAC, heuristic damping", STANDARD: "KFAC, standard damping as in Eq. (3)",
     RELEASED: "KFAC, standard damping as released (transposed)", SGD: "SGD with momentum",
 }  # fmt: skip
 
@@ -40,37 +41,52 @@ def headline(candidates: Sequence[tuple[Preset, Sequence[Outcome]]]) -> Headline
 
 
 def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
-    until = a.experiment.until(preset)
+    until = a.experiment.until(preset) or preset.base.steps
     losses = {label: Term(label).spread(a.found, until) for label in NAMES if label in a.found}
-    cosines = {label: Term(by, "similarity").spread(b.found, until) for label, by in _cosine_of(b.found).items()}
+    cosines = {label: Term(label, "similarity").spread(b.found, until) for label in NAMES if label in b.found}
     rows = [
         {
             "": NAMES[label],
-            "training loss": _beside(str(loss), PUBLISHED_LOSS.get(label), preset),
-            "cosine with FOOF's update": _beside(str(cosines.get(label, "–")), PUBLISHED_COSINE.get(label), preset),
+            "lr, λ": _pair(a.found[label].best),
+            "training loss": _beside(loss, "fig3a", label, 0.9 * until, until, preset),
+            "cosine with FOOF's update": _beside(cosines.get(label), "fig3b", label, 0.5 * until, until, preset),
         }
         for label, loss in losses.items()
     ]
-    standard, released, sgd = (losses[label].mean for label in (STANDARD, RELEASED, SGD))
-    sentence = (
-        f"The paper finds that KFAC with standard damping performs like SGD (Fig. 3A). The released code for that damping rotates "
-        f"with a transposed matrix. Run as released, KFAC ends at a loss of {released:.3g}, SGD at {sgd:.3g}. With the damped system "
-        f"solved as Eq. (3) says it ends at {standard:.3g}"
-        + (f", {sgd / standard:.2g} times below SGD" if standard < sgd else f", {standard / sgd:.2g} times SGD's")
-        + (f"; heuristic damping ends at {losses[KFAC].mean:.3g}." if KFAC in losses else ".")
-    )
     ids = ("standard-worse", "standard-like-sgd", "released-worse", "released-like-sgd", "heuristic-similarity", "released-similarity")
     verdicts = [v for o in (a, b) for v in o.verdicts if v.id in ids]
     about = preset.about + ("" if preset.centred else ". At the paper's scale there are no records of both dampings yet")
-    return Headline(preset.name, about, sentence, rows, verdicts)
+    return Headline(preset.name, about, _sentence(a, losses, until), rows, verdicts)
 
 
-def _beside(ours: str, published: float | None, preset: Preset) -> str:
-    """Published values stand beside runs of the paper's size only."""
-    return ours if published is None or not preset.centred else f"{ours}; published {published:.3g}"
+def _sentence(a: Outcome, losses: dict[str, Spread], until: int) -> str:
+    standard, released = a.found[STANDARD], a.found[RELEASED]
+    same = at_setting_of(standard, released.best, until) if _pair(standard.best) != _pair(released.best) else None
+    sgd, ends = losses[SGD].mean, losses[STANDARD].mean
+    return (
+        f"The paper finds that KFAC with standard damping performs like SGD (Fig. 3A). The released code for that damping rotates "
+        f"with a transposed matrix. Run as released, KFAC ends at a loss of {losses[RELEASED]}, SGD with momentum at {losses[SGD]}. "
+        f"With the damped system solved as Eq. (3) says, KFAC ends at "
+        + (f"{same} with the same lr and λ, and at {losses[STANDARD]} at its best of those tried" if same else f"{losses[STANDARD]}")
+        + (f", {sgd / ends:.2g} times below SGD" if ends < sgd else f", {ends / sgd:.2g} times SGD's")
+        + (f"; with heuristic damping it ends at {losses[HEURISTIC]}." if HEURISTIC in losses else ".")
+    )
 
 
-def _cosine_of(found: Found) -> dict[str, str]:
-    """Whose similarity stands for which method: heuristic damping's is that of the strongest of Fig. 3B."""
-    wanted = {KFAC: label_3(KFAC, DAMPINGS[0]), STANDARD: STANDARD, RELEASED: RELEASED}
-    return {label: by for label, by in wanted.items() if by in found}
+def at_setting_of(tuned: Tuned, other: Setting, until: int) -> Spread | None:
+    """The loss of a search's runs at another method's lr and λ, if there are any."""
+    there = {r.key: r for r in (*tuned.tried, *tuned.records) if (r.setting.lr, r.setting.damping) == (other.lr, other.damping)}
+    return spread(end_loss(r, until) for r in there.values()) if there else None
+
+
+def _pair(s: Setting) -> str:
+    return f"{s.lr:g}, –" if s.damping is None else f"{s.lr:g}, {s.damping:g}"
+
+
+def _beside(ours: Spread | None, figure: str, label: str, first: float, last: float, preset: Preset) -> str:
+    """Published values, averaged over the same steps, stand beside runs of the paper's size only."""
+    if ours is None:
+        return "–"
+    if not preset.centred or label == STANDARD:
+        return str(ours)
+    return f"{ours}; published {published.mean(figure, label, first, last):.3g}"

@@ -22,12 +22,16 @@ STUDY_OPTIONS = ("initialise", "measure_every", "same_batch", "fisher_batch")
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: its name for people, and how to build its optimizer for a model and a setting."""
+    """A way to train: its name for people, how to build its optimizer for a model and a setting, and (lr, λ) to begin with."""
 
     title: str
     build: Callable[[nn.Module, Setting], torch.optim.Optimizer]
-    damped: bool = False
+    default: tuple[float, float | None]
     initialised: bool = False  # does it want statistics of some batches before training?
+
+    @property
+    def damped(self) -> bool:
+        return self.default[1] is not None
 
 
 def _options(setting: Setting) -> dict:
@@ -73,7 +77,7 @@ def _kfac_transposed(model: nn.Module, setting: Setting) -> torch.optim.Optimize
 
 
 class PerDatapointFOOF(torch.optim.SGD):
-    """Appendix E: FOOF on each datapoint alone, the updates averaged: SGD on gradients that taps have so changed."""
+    """Appendix F: FOOF on each datapoint alone, the updates averaged: SGD on gradients that taps have so changed."""
 
     def __init__(self, model: nn.Module, lr: float, damping: float) -> None:
         super().__init__(model.parameters(), lr=lr)
@@ -96,13 +100,13 @@ def _per_datapoint(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
 
 
 METHODS: dict[str, Method] = {
-    "sgd": Method("SGD", _sgd),
-    "adam": Method("Adam", _adam),
-    "foof": Method("FOOF", _neurons("FOOF"), damped=True, initialised=True),
-    "kfac": Method("KFAC", _neurons("KFAC"), damped=True, initialised=True),
-    "natural": Method("Natural gradient", _neurons("NaturalGradient"), damped=True),
-    "kfac-transposed": Method("KFAC, standard damping as released", _kfac_transposed, damped=True, initialised=True),
-    "foof-per-datapoint": Method("FOOF per datapoint", _per_datapoint, damped=True),
+    "sgd": Method("SGD", _sgd, (0.1, None)),
+    "adam": Method("Adam", _adam, (3e-4, None)),
+    "foof": Method("FOOF", _neurons("FOOF"), (0.3, 1.0), initialised=True),
+    "kfac": Method("KFAC", _neurons("KFAC"), (3e-3, 1e-2), initialised=True),
+    "natural": Method("Natural gradient", _neurons("NaturalGradient"), (1e-4, 1e-2)),
+    "kfac-transposed": Method("KFAC, standard damping as released", _kfac_transposed, (1e-3, 1e-2), initialised=True),
+    "foof-per-datapoint": Method("FOOF per datapoint", _per_datapoint, (30.0, 1.0)),
 }
 
 

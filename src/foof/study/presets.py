@@ -33,7 +33,7 @@ PRESETS: dict[str, Preset] = {
         images=30, full_steps=6, early=12,
     ),
     "quick": Preset(
-        "quick", "minutes: the paper's network at 0.4 of its width on the embedded 6,000 images, 4 epochs",
+        "quick", "minutes: the paper's network at 0.4 of its width on the embedded 6,000 images, 4 epochs; only learning rates searched",
         Setting(hidden=(400, 400, 400), steps=240), seeds=3, fine=True, images=100, full_steps=100, early=240,
     ),
     "paper": Preset(
@@ -44,15 +44,18 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
-def search(preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1) -> Search:
+def search(
+    preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1, known: bool = True, extend: int = 0
+) -> Search:
     """A method's search at this preset: around the paper's setting, or around one that suits the smaller study.
 
-    The paper's settings are given in the library's scale: (lr/B, λ/B) of its FOOF and KFAC at batch size B.
+    The paper's settings are given in the library's scale: (lr/B, λ/B) of its FOOF and KFAC at batch size B. Not `known`: it is ours.
     """
     lr, damping = paper if preset.centred or quick is None else quick
     lrs = tuple(lr_at(lr_index(lr) + i) for i in (-1, 0, 1)) if preset.fine else (lr,)
     if preset.centred:
-        return Search(setting, lrs, (damping,), extend=0, seeds=preset.seeds, centre=(lr, damping), urgency=urgency)
+        centre = (lr, damping)
+        return Search(setting, lrs, (damping,), extend=extend, seeds=preset.seeds, centre=centre, known=known, urgency=urgency)
     return Search(setting, lrs, (damping,), seeds=preset.seeds)
 
 

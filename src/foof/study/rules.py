@@ -37,7 +37,7 @@ def _mean_of(name: str, late: bool) -> Callable[[Record, int | None], float]:
     """Mean of a measured series: all of it, or its second half."""
 
     def value(record: Record, until: int | None = None) -> float:
-        values = [y for y in record.series.get(name, []) if math.isfinite(y)]
+        values = record.series.get(name, [])
         return statistics.fmean(values[len(values) // 2 if late else 0 :]) if values else math.nan
 
     return value
@@ -164,7 +164,7 @@ class Similar:
     def judge(self, found: Found, until: int | None) -> Measured:
         a, b = self.a.spread(found, until), self.b.spread(found, until)
         text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {b.mean / a.mean if a.mean else math.nan:.3g}"
-        ways = [lower(x, _times(y, self.within)) for x, y in ((a, b), (b, a))]
+        ways = [lower(_with_margin(x), _times(_with_margin(y), self.within)) for x, y in ((a, b), (b, a))]
         return Measured(text, together(ways))
 
 
@@ -211,7 +211,7 @@ class Bound:
         return f"{QUANTITIES[self.a.quantity].title} of {self.a.label} {side} {self.value:g}{QUANTITIES[self.a.quantity].unit}"
 
     def judge(self, found: Found, until: int | None) -> Measured:
-        a = self.a.spread(found, until)
+        a = _with_margin(self.a.spread(found, until))
         if math.isnan(a.mean) or abs(a.mean - self.value) < a.deviation:
             ruling = Ruling.UNDECIDED
         else:

@@ -81,7 +81,11 @@ class Store:
 
     def load_dump(self, path: Path | str) -> int:
         """Add the records of a dump that are not here yet, all or none; returns how many there were."""
-        new = [record for record in read_dump(path) if record.setting not in self]
+        return self.put_all(record for record in read_dump(path) if record.setting not in self)
+
+    def put_all(self, records: Iterable[Record]) -> int:
+        """Write records, all or none; returns how many."""
+        new = list(records)
         self._db.execute("BEGIN")
         try:
             for record in new:

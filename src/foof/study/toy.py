@@ -1,4 +1,4 @@
-"""The toy example of Appendix E: two datapoints whose gradients conflict."""
+"""The toy example of Appendix F: two datapoints whose gradients conflict."""
 
 from __future__ import annotations
 

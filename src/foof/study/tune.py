@@ -1,4 +1,4 @@
-"""The paper's protocol for hyperparameters (Appendix C).
+"""The paper's protocol for hyperparameters (Appendix D.2).
 
 Learning rates from {1, 3}·10^i, damping from 10^(2i) (or 10^i); grids extended while the best lies on an edge; best by
 final training loss; then three seeds for the winner.
@@ -46,8 +46,8 @@ class Search:
     """One method's own search: a base setting, a first grid, and how many seeds its winner gets.
 
     A single damping is a choice, not a grid: it is never extended. So is a single learning rate.
-    With a `centre` (lr, λ), all seeds are run there first: settings that a search before this one has found, as the paper's
-    own. They stand until the grid around them is complete.
+    With a `centre` (lr, λ), all seeds are run there first, and it stands until the grid around it is complete. It is `known` if a
+    search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
     """
 
     base: Setting
@@ -57,6 +57,7 @@ class Search:
     extend: int = 3  # how often the grid may grow
     seeds: int = 3
     centre: tuple[float, float | str | None] | None = None
+    known: bool = True
     urgency: int = 0  # of several searches, lower ones are run first
 
     @property
@@ -65,8 +66,8 @@ class Search:
 
     @property
     def searched(self) -> bool:
-        """Whether its settings come from a search, here or in the paper."""
-        return len(self.grid) > 1 or self.centre is not None
+        """Whether its settings come from a search once its grid is done."""
+        return len(self.grid) > 1 or (self.centre is not None and self.known)
 
     def around(self, best: Setting) -> Search:
         """This search with its grids extended where `best` lies on an edge; equal to it where there is nothing to extend."""
@@ -111,7 +112,7 @@ def look(search: Search, get: Get) -> Look:
     """The protocol as a function of what is known: centre, grid (extended where its best lies on an edge), winner's seeds."""
     if search.centre is not None:
         lr, damping = search.centre
-        found = _seeds(search, search.base.but(lr=lr, damping=damping), get)
+        found = _seeds(search, search.base.but(lr=lr, damping=damping), get, search.known)
         if found.missing:
             return found
     current, rounds = search, 0
@@ -124,16 +125,16 @@ def look(search: Search, get: Get) -> Look:
         if wider == current or rounds == search.extend:
             break
         current, rounds = wider, rounds + 1
-    found = _seeds(search, _best(tried), get)
+    found = _seeds(search, _best(tried), get, search.searched)
     done = found.tuned and replace(found.tuned, tried=tuple(tried), on_edge=wider != current, grid_done=True)
     return Look(found.missing, done)
 
 
-def _seeds(search: Search, setting: Setting, get: Get) -> Look:
-    """All seeds of one setting."""
+def _seeds(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
+    """All seeds of one setting, which a search has found or not."""
     settings = [setting.but(seed=i) for i in range(search.seeds)]
     there = tuple(record for s in settings if (record := get(s)))
-    tuned = Tuned(settings[0], there, there[:1], False, search.searched, grid_done=False) if there else None
+    tuned = Tuned(settings[0], there, there[:1], False, searched, grid_done=False) if there else None
     return Look(tuple(s for s in settings if get(s) is None), tuned)
 
 

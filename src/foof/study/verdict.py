@@ -23,7 +23,7 @@ class Verdict:
     """One row of the report's first table."""
 
     id: str
-    where: str  # in the paper: "Fig. 1A", "Appendix E"
+    where: str  # in the paper: "Fig. 1A", "Appendix F"
     claim: str  # what it says, in our words
     measured: str  # the measured quantity, with its spread
     rule: str  # what had to be true for the claim to hold
@@ -34,13 +34,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and standard deviation (n − 1; 0 for one value) of a quantity over seeds."""
+    """Mean and standard deviation (n − 1; 0 for one value) of a quantity over seeds.
+
+    Where all seeds diverged the mean is infinite and the deviation 0; where only some did, both are infinite.
+    """
 
     mean: float
     deviation: float
     n: int
 
     def say(self, unit: str = "") -> str:
+        if math.isinf(self.mean):
+            return f"diverged{' on some seeds' if self.deviation else ''} (n = {self.n})"
         around = f" ± {self.deviation:.1g}" if self.n > 1 else ""
         return f"{self.mean:.3g}{around}{unit} (n = {self.n})"
 
@@ -52,8 +57,8 @@ def spread(values: Iterable[float]) -> Spread:
     xs = list(values)
     if not xs or any(math.isnan(x) for x in xs):
         return Spread(math.nan, math.nan, len(xs))
-    if math.inf in xs:
-        return Spread(math.inf, 0.0, len(xs))
+    if lost := [x for x in xs if math.isinf(x)]:
+        return Spread(lost[0], 0.0 if len(lost) == len(xs) else math.inf, len(xs))
     return Spread(statistics.fmean(xs), statistics.stdev(xs) if len(xs) > 1 else 0.0, len(xs))
 
 
