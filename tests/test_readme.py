@@ -34,5 +34,6 @@ def test_the_commands_of_the_readme_are_in_the_makefile():
 def test_findings_and_picture_are_those_of_the_records():
     """`python tools/readme.py` writes both anew."""
     found = readme.outcomes()
-    assert readme.BLOCK.search(README)[0] == readme.findings(found)
+    assert readme.block("findings").search(README)[0] == readme.findings(found)
+    assert readme.block("caption").search(README)[0] == readme.caption(found)
     assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture(found)
