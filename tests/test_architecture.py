@@ -21,6 +21,7 @@ gradients
 gram
 recording
 distributed
+optim.attach
 optim.block
 optim.preconditioner
 optim.base

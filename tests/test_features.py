@@ -75,17 +75,51 @@ def autocast(make):
 def grad_scaler(make):
     model = net()
     opt, scaler = make(model), torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    for t in range(9):
-        x, y = data(max(t - 1, 0))
+    for t in (97, 0, 1, 2, 3, 98, 4, 5, 6, 7):
+        x, y = data(t)
         opt.zero_grad()
         out = model(x)
         if hasattr(opt, "update_curvature"):
             opt.update_curvature(out)
         loss = nn.functional.cross_entropy(out, y)
-        scaler.scale(loss * float("inf") if t == 0 else loss).backward()  # the first step overflows and is skipped
+        scaler.scale(loss * float("inf") if t > 90 else loss).backward()  # overflows: this step is skipped
         scaler.step(opt)
         scaler.update()
     assert relative_error(flat(model), plainly(make)) < 1e-9
+
+
+def attempt(model, opt, t, zero_grad, zero_first):
+    """One step, not taken if t > 90."""
+    x, y = data(t)
+    if zero_first:
+        zero_grad()
+    out = model(x)
+    if hasattr(opt, "update_curvature"):
+        opt.update_curvature(out)
+    if not zero_first:
+        zero_grad()
+    nn.functional.cross_entropy(out, y).backward()
+    if t < 90:
+        opt.step()
+
+
+def skipped(make, zero_first):
+    """A step not taken leaves no trace, whoever throws its gradients away."""
+    for whose in ("optimizer", "model"):
+        model = net()
+        opt = make(model)
+        zero_grad = opt.zero_grad if whose == "optimizer" else model.zero_grad
+        for t in (97, 0, 1, 98, 2, 3, 99, 4, 5, 6, 7):
+            attempt(model, opt, t, zero_grad, zero_first)
+        assert relative_error(flat(model), plainly(make)) < 1e-9
+
+
+def skipped_step(make):
+    skipped(make, zero_first=True)
+
+
+def skipped_step_with_late_zero_grad(make):
+    skipped(make, zero_first=False)
 
 
 def accumulation(make):
@@ -231,13 +265,14 @@ def zero_batch(make):
 
 
 FEATURES = [
-    autocast, grad_scaler, accumulation, clipping, schedulers, activation_checkpointing, reentrant_checkpointing, weight_tying,
-    frozen_base, compiled, averaging, saved_whole, resuming, called_functionally,
-    nan_loss, zero_batch,
+    autocast, grad_scaler, skipped_step, skipped_step_with_late_zero_grad, accumulation, clipping, schedulers,
+    activation_checkpointing, reentrant_checkpointing, weight_tying, frozen_base, compiled,
+    averaging, saved_whole, resuming, called_functionally, nan_loss, zero_batch,
 ]  # fmt: skip
 # What does not hold, and why; docs/features.md says the same.
 EXCEPTIONS = {
     ("accumulation", "NaturalGradient"): "the Fisher is that of the first part",
+    ("skipped_step_with_late_zero_grad", "NaturalGradient"): "the Fisher stays that of the skipped step, at the same weights",
     ("reentrant_checkpointing", "KFAC"): "torch allows no backward pass of one's own through it",
     ("reentrant_checkpointing", "NaturalGradient"): "torch allows no backward pass of one's own through it",
 }

@@ -45,13 +45,27 @@ class Gathered:
             self.rows, self._version = rows, rows._version
             return
         if self.rows is not None:
-            self.moment, self.rows = self.rows.mT @ self.rows, None
+            self.moment, self.rows = self.product(), None
         self._add(rows.mT @ rows)
 
     def add_moment(self, moment: Tensor, datapoints: int, pass_id: int) -> None:
         """A second moment already summed over its rows, ``(..., m, m)`` or its diagonal ``(m,)``."""
         self._count(datapoints, pass_id)
         self._add(moment.to(wide(moment.dtype)))
+
+    def product(self) -> Tensor:
+        """The sum over rows ``Σ a aᵀ``, multiplied out."""
+        moment = self.rows.mT @ self.rows if self.rows is not None else self.moment
+        assert moment is not None
+        return moment
+
+    def merge(self, other: Gathered) -> None:
+        """Add all that another has seen, of other datapoints."""
+        if not self:
+            vars(self).update(vars(other))
+        elif other:
+            self.moment, self.rows = self.product() + other.product(), None
+            self.datapoints += other.datapoints
 
     def sound(self) -> Tensor:
         """Is all of it finite, and still what it was? A boolean tensor, so that one look at the device serves all layers.
@@ -106,9 +120,7 @@ class MovingAverage:
         alpha = (1 - decay) / self.mass
         scale = alpha / seen.datapoints
         if self._value is None:
-            moment = seen.rows.mT @ seen.rows if seen.rows is not None else seen.moment
-            assert moment is not None
-            self.value = moment * scale
+            self.value = seen.product() * scale
         elif seen.rows is not None and seen.rows.dim() == 2:
             half = self._value.shape[-1] // 2
             left, right = seen.rows[:, :half], seen.rows[:, half:]
@@ -116,9 +128,7 @@ class MovingAverage:
             self._value[half:].addmm_(right.mT, seen.rows, beta=1 - alpha, alpha=scale)
             self._mirrored = False
         else:
-            moment = seen.rows.mT @ seen.rows if seen.rows is not None else seen.moment
-            assert moment is not None
-            self._value.mul_(1 - alpha).add_(moment, alpha=scale)
+            self._value.mul_(1 - alpha).add_(seen.product(), alpha=scale)
 
     def state_dict(self) -> dict[str, Tensor | float | int | None]:
         return {"value": None if self.value is None else self.value.clone(), "mass": self.mass, "updates": self.updates}

@@ -93,11 +93,6 @@ class NeuronOptimizer(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p)
         return state["momentum_buffer"]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; what the discarded backward passes added to the statistics is discarded too."""
-        self.preconditioner.discard()
-        super().zero_grad(set_to_none)
-
     def initialise(self, batches: Iterable[Any]) -> None:
         """Statistics from batches before training (Appendix K uses 50): inputs, or pairs (inputs, labels). Then one inversion."""
         self.preconditioner.initialise(batches)

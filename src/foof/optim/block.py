@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +79,12 @@ def has_gradient(block: Block) -> bool:
     return block.layer.weight.grad is not None
 
 
+def thrown_away(blocks: list[Block]) -> bool:
+    """Have backward passes since the last step left no gradient at all?"""
+    reached = [block for block in blocks if block.reached]
+    return bool(reached) and not any(map(has_gradient, reached))
+
+
 def value_or_zeros(block: Block, key: str) -> Tensor:
     """The moving average of one moment, as zeros of its shape before the first update."""
     value, layer = block.moments[key].value, block.layer
@@ -131,30 +136,6 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> 
         return
     a = layer.input_rows(x)
     gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
-
-
-def with_neurons(state: Mapping[str, Any], neurons: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with the preconditioner's: by itself, and with the first parameter's state.
-
-    Per-parameter state is all that ``torch.distributed.checkpoint`` keeps, and it wants some for every parameter. A file holds
-    both as one.
-    """
-    params = [p for group in state["param_groups"] for p in group["params"]]
-    own = {p: dict(state["state"].get(p, {})) for p in params}
-    own[params[0]]["neurons"] = neurons
-    return {**state, "neurons": neurons, "state": own}
-
-
-def without_neurons(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inverse of ``with_neurons``: the optimizer's own state dict, and the preconditioner's."""
-    first = state["param_groups"][0]["params"][0]
-    own = dict(state["state"].get(first, {}))
-    inside = own.pop("neurons", None)
-    neurons = state.get("neurons", inside)
-    if neurons is None:
-        raise ValueError("this state dict was not saved from an optimizer on neurons: it has no statistics ('neurons').")
-    kept = {k: v for k, v in {**state["state"], first: own}.items() if v}
-    return {**{k: v for k, v in state.items() if k != "neurons"}, "state": kept}, neurons
 
 
 def inputs_of(batch: Any) -> Any:

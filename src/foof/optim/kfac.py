@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps, fisher_in
 from foof.optim.preconditioner import Block, Damping, Preconditioner, gather_inputs, inputs_of
+from foof.statistics import Gathered
 from foof.tap import backward_pass_id, call_model
 
 AnyFactor = KroneckerFactor | EigenFactor
@@ -86,6 +88,7 @@ class KroneckerPreconditioner(Preconditioner):
         self.generator = make_generator(generator, self.blocks[0].layer.weight.device)
         self.method = f"kfac ({kind.__name__})"
         self._pass: _Pass | None = None
+        self._staged: defaultdict[tuple[Block, str], Gathered] = defaultdict(Gathered)  # until the backward pass they belong to
         self._estimated = False  # since the last step
         self.params = list({id(p): p for block in self.blocks for p in block.layer.parameters}.values())
         self.raw: list[Tensor] = []  # the gradients before preconditioning, where something is to be adapted to them
@@ -136,14 +139,24 @@ class KroneckerPreconditioner(Preconditioner):
         if used is not None and len(x) == fisher_pass.batch:
             x, e = x[:used], e[:used]
         if fisher_pass.first:
-            gather_inputs(block.gathered["Sigma"], layer, x, pass_id)
-        rows, seen = layer.error_rows(e), block.gathered["Sigma_E"]
+            gather_inputs(self._staged[block, "Sigma"], layer, x, pass_id)
+        rows, seen = layer.error_rows(e), self._staged[block, "Sigma_E"]
         datapoints, per_datapoint = rows.shape[-3:-1]
         if not fisher_pass.first:
             datapoints = 0
         elif self.estimate.average_rows:
             datapoints, pass_id = datapoints * per_datapoint, -seen.datapoints - 1  # a new id for every call: all their rows count
         seen.add_rows(rows.flatten(-3, -2), datapoints, pass_id)
+
+    def enter_pass(self, pass_id: int) -> None:
+        super().enter_pass(pass_id)
+        self._commit()
+
+    def _commit(self) -> None:
+        """What the Fisher's passes have recorded belongs to the gradients that now arrive, and would be thrown away with them."""
+        for (block, key), seen in self._staged.items():
+            block.gathered[key].merge(seen)
+        self._staged.clear()
 
     def observe(self, block: Block, layer: Layer, x: Tensor, e: Tensor) -> None:
         """Nothing: the training pass's errors are not the Fisher's."""
@@ -153,6 +166,7 @@ class KroneckerPreconditioner(Preconditioner):
         with torch.enable_grad():
             out = call_model(self.model, inputs_of(batch))
             self.gather(getattr(out, "logits", out), labels)
+        self._commit()
 
     def keep_for_adaptation(self) -> None:
         """From now on, keep each step's raw gradients and the model's arguments."""
@@ -188,6 +202,7 @@ class KroneckerPreconditioner(Preconditioner):
     def before_update(self) -> None:
         if self._adapts:
             self.raw = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.params]
+        self._commit()
         super().before_update()
 
     def after_update(self) -> None:
@@ -201,10 +216,10 @@ class KroneckerPreconditioner(Preconditioner):
         super().after_update()
 
     def discard(self) -> None:
-        """As FOOF's, but ``zero_grad()`` between ``update_curvature`` and ``backward()`` throws no gradient of this step away."""
+        """As FOOF's; what ``update_curvature`` has recorded for a backward pass still to come stays."""
         if any(block.reached for block in self.blocks):
-            self.batches = []
-            self.clear()
+            self.batches, self._estimated = [], bool(self._staged)
+        super().discard()
 
     def explain_unseen(self, block: Block) -> str:
         return (

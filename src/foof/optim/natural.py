@@ -15,9 +15,11 @@ from foof.gram import GramOperator, Precision, by_layer_named
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps
+from foof.optim.block import thrown_away
 from foof.optim.kfac import make_generator
 from foof.optim.preconditioner import Block, Damping, Preconditioner
 from foof.recording import Recorder, check_output, record
+from foof.tap import backward_pass_id
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class NaturalPreconditioner(Preconditioner):
     def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
         if self._recorder is not None:
             return self._recorder.receive(layer, x, e)
+        self.enter_pass(backward_pass_id())
         self._block_of[id(layer)].reached = True
         return layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
 
@@ -74,6 +77,8 @@ class NaturalPreconditioner(Preconditioner):
         """A new Fisher, if it is due, from the outputs of a training forward pass or from inputs of its own."""
         if (out is None) == (inputs is None):
             raise ValueError("update_curvature needs outputs of the model, or inputs=... for a pass of its own: one of them.")
+        if thrown_away(self.blocks):
+            self.discard()
         if not self.due:
             return
         self.operator = None  # free the old one first
@@ -126,6 +131,12 @@ class NaturalPreconditioner(Preconditioner):
         for block in self.blocks:
             block.reached = False
         self.schedule.advance()
+
+    def discard(self) -> None:
+        """A Fisher that came with gradients now thrown away was made for a step not taken: the next one wants its own."""
+        if any(block.reached for block in self.blocks):
+            self._fresh = False
+        super().discard()
 
     def initialise(self, batches: Iterable[Any]) -> None:
         raise NotImplementedError("natural gradients keep no averages to initialise; call update_curvature(inputs=...).")

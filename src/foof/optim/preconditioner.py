@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from foof import distributed
 from foof.curvature import InputFactor
 from foof.layers import Embedding, Layer, covered_layers
+from foof.optim.attach import attach
 from foof.optim.block import (
     Block,
     Damping,
@@ -25,10 +26,9 @@ from foof.optim.block import (
     inputs_of,
     inversion_cost,
     precondition_gradient,
+    thrown_away,
     unwrapped,
     value_or_zeros,
-    with_neurons,
-    without_neurons,
     without_statistics,
 )
 from foof.statistics import Gathered, MovingAverage, Schedule
@@ -66,6 +66,8 @@ class Preconditioner:
         self._block_of = {id(layer): block for block in self.blocks for layer in block.layers}
         self.taps = [Tap(layer, self) for layer in layers]
         self._handles: list[Any] = []
+        self._sharded = any(distributed.is_sharded(block.layer.weight) for block in self.blocks)
+        self._latest_pass: int | None = None
         self._warned: set[str] = set()
 
     # --- set up ---------------------------------------------------------------------------------------------------------
@@ -85,38 +87,8 @@ class Preconditioner:
         return list(blocks.values())
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer's steps drive the schedule, and its state dict carry the statistics."""
-        staged: list[dict[str, Any]] = []
-
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-            if closure is None:
-                self.before_update()
-                return None
-
-            def prepared_closure() -> Any:
-                loss = closure()
-                self.before_update()
-                return loss
-
-            return args[:1], {"closure": prepared_closure}
-
-        def save(_: Any, state: dict[str, Any]) -> None:
-            state.update(with_neurons(state, self.state_dict()))
-
-        def check(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-            plain, neurons = without_neurons(state)
-            self.check_state_dict(neurons)
-            staged[:] = [neurons]
-            return plain
-
-        self._handles += [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(lambda *_: self.after_update()),
-            optimizer.register_state_dict_post_hook(save),
-            optimizer.register_load_state_dict_pre_hook(check),
-            optimizer.register_load_state_dict_post_hook(lambda _: self.load_state_dict(staged.pop())),
-        ]
+        """See ``foof.optim.attach``."""
+        self._handles += attach(optimizer, self)
 
     def remove(self) -> None:
         """Take every hook off the model and the optimizer: gradients are plain again."""
@@ -128,6 +100,7 @@ class Preconditioner:
 
     def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
         """The neuron gradient of one call of one layer; see ``foof.tap.Receiver``."""
+        self.enter_pass(backward_pass_id())
         block = self._block_of[id(layer)]
         block.reached, block.rows = True, layer.rows(e)
         self.observe(block, layer, x, e)
@@ -136,6 +109,12 @@ class Preconditioner:
         if self.waits(block):
             return layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
         return block.factor.gradient(layer, x, e)
+
+    def enter_pass(self, pass_id: int) -> None:
+        """When a training pass begins: if the gradients of earlier ones are gone (``model.zero_grad()``), so is what they gathered."""
+        if pass_id != self._latest_pass and not self._sharded and thrown_away(self.blocks):  # FSDP keeps gradients elsewhere meanwhile
+            self.discard()
+        self._latest_pass = pass_id
 
     def observe(self, block: Block, layer: Layer, x: Tensor, e: Tensor) -> None:
         """Gather what the statistics need from a training backward pass."""
