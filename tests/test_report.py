@@ -215,8 +215,8 @@ def test_the_headline_has_both_standard_dampings(outcomes):
     top = report.headline(((PAPER, []), (QUICK, outcomes)))
     assert top.preset == "quick"
     assert [row[""] for row in top.rows] == [
-        "KFAC, heuristic damping", "KFAC, standard damping as in Eq. (3)", "KFAC, standard damping as released (transposed)",
-        "SGD with momentum",
+        "KFAC, heuristic damping, λ of Fig. 1A", "KFAC, heuristic damping, λ of Fig. 3C", "KFAC, standard damping as in Eq. (3)",
+        "KFAC, standard damping as released (transposed)", "SGD with momentum",
     ]  # fmt: skip
     assert {"standard-like-sgd", "released-like-sgd"} <= {v.id for v in top.verdicts}
     assert report.headline(((PAPER, []),)) is None

@@ -9,13 +9,14 @@ from foof.study import published
 from foof.study.experiments import Outcome
 from foof.study.presets import Preset
 from foof.study.rules import Term, end_loss
-from foof.study.runs import HEURISTIC, RELEASED, SGD, STANDARD
+from foof.study.runs import HEURISTIC, KFAC, RELEASED, SGD, STANDARD
 from foof.study.setting import Setting
 from foof.study.tune import Tuned
 from foof.study.verdict import Spread, Verdict, spread
 
 NAMES = {
-    HEURISTIC: "KFAC, heuristic damping", STANDARD: "KFAC, standard damping as in Eq. (3)",
+    KFAC: "KFAC, heuristic damping, λ of Fig. 1A", HEURISTIC: "KFAC, heuristic damping, λ of Fig. 3C",
+    STANDARD: "KFAC, standard damping as in Eq. (3)",
     RELEASED: "KFAC, standard damping as released (transposed)", SGD: "SGD with momentum",
 }  # fmt: skip
 
@@ -69,7 +70,7 @@ def _sentence(a: Outcome, losses: dict[str, Spread], until: int) -> str:
         f"With the damped system solved as Eq. (3) says, KFAC ends at "
         + (f"{same} with the same lr and λ, and at {losses[STANDARD]} at its best of those tried" if same else f"{losses[STANDARD]}")
         + (f", {sgd / ends:.2g} times below SGD" if ends < sgd else f", {ends / sgd:.2g} times SGD's")
-        + (f"; with heuristic damping it ends at {losses[HEURISTIC]}." if HEURISTIC in losses else ".")
+        + (f"; with heuristic damping it ends at {losses[KFAC]}." if KFAC in losses else ".")
     )
 
 
@@ -87,6 +88,6 @@ def _beside(ours: Spread | None, figure: str, label: str, first: float, last: fl
     """Published values, averaged over the same steps, stand beside runs of the paper's size only."""
     if ours is None:
         return "–"
-    if not preset.centred or label == STANDARD:
+    if not preset.centred or label in (KFAC, STANDARD):
         return str(ours)
     return f"{ours}; published {published.mean(figure, label, first, last):.3g}"

@@ -39,8 +39,8 @@ NOTES = {
     "fig2a": f"{FULL_SCALE} Not part of the preset quick: one layer separates the few hundred images that its time allows, and with a "
     "large enough learning rate every method, KFAC, natural gradients and SGD, then ends at zero loss (seen with 300).",
     "fig2c": f"The first 1,000 images, not a random choice. {FULL_SCALE}",
-    "fig3a": "KFAC inverts every 10 steps instead of every step. Heuristic damping is at λ = 0.0001 as in the published panel, whose curve "
-    "is that of Fig. 3C. The paper gives no setting for standard damping without the transposition.",
+    "fig3a": "KFAC inverts every 10 steps instead of every step. The published panel shows heuristic damping at λ = 0.0001 (its curve is "
+    "that of Fig. 3C); beside it stands the KFAC of Fig. 1A. The paper gives no setting for standard damping without the transposition.",
     "fig3b": "Measured every 50 steps; KFAC inverts every 10. FOOF's λ is the λ_A that KFAC's heuristic would give at the run's own λ. "
     "The paper does not say which λ its FOOF had beside standard damping, and neither form of it has the published similarity.",
     "fig4b": "T = 10 stands in for T = 1.",
@@ -152,7 +152,7 @@ def fig3a(p: Preset, d: str) -> Runs:
     }
     if p.centred:
         searches = {k: replace(s, lrs=(3e-4, 1e-3), dampings=(1e-3, 1e-2), damping_every=1) for k, s in searches.items()}
-    return {HEURISTIC: fig3c(p, d)[HEURISTIC], **searches, SGD: _sgd(p, d)}
+    return {KFAC: _kfac(p, d), HEURISTIC: fig3c(p, d)[HEURISTIC], **searches, SGD: _sgd(p, d)}
 
 
 def label_3(method: str, damping: float) -> str:
