@@ -35,6 +35,21 @@ def test_the_penalty_and_its_gradient_are_the_dense_ones(kind: str, curvature: s
     assert oracle.relative_error(gradient, sum(3.0 * F @ (now - w) for F, w in remembered)) < 1e-9
 
 
+def test_the_penalty_is_the_same_under_autocast() -> None:
+    torch.manual_seed(0)
+    model = mlp(5, 6, 3)
+    params = list(model.parameters())
+    ewc = EWC(model, strength=3.0)
+    ewc.consolidate(torch.randn(6, 5), labels="full")
+    with torch.no_grad():
+        for p in params:
+            p.add_(0.1 * torch.randn_like(p))
+    expected = [ewc.penalty(), *torch.autograd.grad(ewc.penalty(), params)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [ewc.penalty(), *torch.autograd.grad(ewc.penalty(), params)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_memory_is_datapoints_times_neurons() -> None:
     model = nn.Sequential(nn.Linear(100, 200, bias=False), nn.ReLU(), nn.Linear(200, 10, bias=False))
     ewc = EWC(model, strength=1.0)

@@ -72,6 +72,26 @@ def autocast(make):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+def autocast_around_the_step(make):
+    """``step()`` computes in the precision of its tensors, whatever is on around it."""
+    ends = []
+    for around in (True, False):
+        model = net(torch.float32)
+        opt = make(model)
+        for t in range(6):
+            x, y = data(t, torch.float32)
+            opt.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(x)
+                if hasattr(opt, "update_curvature"):
+                    opt.update_curvature(out)
+            nn.functional.cross_entropy(out.float(), y).backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
+                opt.step()
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
 def grad_scaler(make):
     model = net()
     opt, scaler = make(model), torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -265,7 +285,7 @@ def zero_batch(make):
 
 
 FEATURES = [
-    autocast, grad_scaler, skipped_step, skipped_step_with_late_zero_grad, accumulation, clipping, schedulers,
+    autocast, autocast_around_the_step, grad_scaler, skipped_step, skipped_step_with_late_zero_grad, accumulation, clipping, schedulers,
     activation_checkpointing, reentrant_checkpointing, weight_tying, frozen_base, compiled,
     averaging, saved_whole, resuming, called_functionally, nan_loss, zero_batch,
 ]  # fmt: skip

@@ -219,6 +219,18 @@ def test_statistics_under_autocast_are_float32(dtype):
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.parametrize("size", [4, 64])  # few rows are kept as they are, many multiplied out at once
+def test_initialise_under_autocast_keeps_float32_statistics(size):
+    model, x = mlp(4, 6, 3), batch(0, size)[0]
+    opt = foof.FOOF(model, T=2, damping=0.1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        opt.initialise([x, x])
+    ones = torch.cat([x, torch.ones(size, 1)], 1)
+    Sigma = opt.preconditioner.blocks[0].moments["Sigma"].value
+    assert Sigma.dtype == torch.float32
+    assert torch.allclose(Sigma, ones.mT @ ones / size, rtol=1e-6, atol=1e-6)
+
+
 def test_a_batch_with_nan_is_left_out_with_a_warning():
     model = mlp(4, 5, 3).double()
     opt = foof.FOOF(model, T=1, lr=0.0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foof import linalg
 from foof.gradients import BUDGET, Call, Columns, Vectors, blocks_of
-from foof.statistics import wide
+from foof.statistics import exact, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +91,7 @@ class GramOperator:
 
     # --- products -----------------------------------------------------------------------------------------------------------
 
+    @exact
     def project(self, part: Part, us: Vectors) -> Tensor:
         """``Gᵀu``: ``(D, k)``."""
         mine, total = iter([us[i] for i in part.where]), us[0].new_zeros(self.D, len(us[0]))
@@ -98,6 +99,7 @@ class GramOperator:
             total += block.project([next(mine) for _ in block.params])
         return total / math.sqrt(self.N)
 
+    @exact
     def combine(self, part: Part, w: Tensor, into: Vectors) -> None:
         """Write ``G w`` for w ``(D, k)`` into the part's parameters of ``into``."""
         where = iter(part.where)
@@ -119,6 +121,7 @@ class GramOperator:
         return sum((self.project(part, us).square().sum(0) for part in self.parts), us[0].new_zeros(len(us[0])))
 
     @torch.no_grad()
+    @exact
     def diagonal(self) -> list[Tensor]:
         """The diagonal of F, one tensor per parameter."""
         answer: list[Tensor] = [torch.empty(0)] * len(self.params)
@@ -144,6 +147,7 @@ class GramOperator:
         return self.cross(part, self, part, precision)
 
     @torch.no_grad()
+    @exact
     def cross(self, part: Part, other: GramOperator, others: Part, precision: Precision | None) -> Tensor:
         """``G₁ᵀ Λ⁻¹ G₂`` ``(D₁, D₂)`` with the same part of an operator of the same model on other datapoints."""
         where = iter(part.where)

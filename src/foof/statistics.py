@@ -6,7 +6,10 @@ What one step sees is gathered first and folded in when the step is taken, so th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +18,20 @@ from torch import Tensor
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision statistics are kept in: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def exact(method: Method) -> Method:
+    """A method of something with a ``device`` that computes in the precision of its tensors, whatever autocast is on around it."""
+
+    @functools.wraps(method)
+    def exactly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return exactly  # type: ignore[return-value]
 
 
 class Gathered:

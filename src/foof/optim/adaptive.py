@@ -148,7 +148,8 @@ def fisher_in(model: nn.Module, batches: Sequence[tuple[tuple[Any, ...], Mapping
         tangents = []
         for k in range(len(plane[0])):
             direction = {names[id(p)]: u[k].to(p.dtype) for p, u in zip(params, plane, strict=True)}
-            out, tangent = jvp(outputs, (values,), (direction,))[:2]
+            with torch.autocast(C.device.type, enabled=False):
+                out, tangent = jvp(outputs, (values,), (direction,))[:2]
             tangents.append(tangent.detach())
         images = [likelihood.hessian_product(out.detach(), t) for t in tangents]
         C += torch.stack([t.flatten() for t in tangents]).double() @ torch.stack([i.flatten() for i in images]).double().mT

@@ -135,7 +135,8 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> 
         gathered.add_moment(layer.counts(x), len(x) if x.dim() else 1, pass_id)
         return
     a = layer.input_rows(x)
-    gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
+    with torch.autocast(x.device.type, enabled=False):
+        gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
 
 
 def inputs_of(batch: Any) -> Any:

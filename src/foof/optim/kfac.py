@@ -18,7 +18,7 @@ from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps, fisher_in
 from foof.optim.preconditioner import Block, Damping, Preconditioner, gather_inputs, inputs_of
-from foof.statistics import Gathered
+from foof.statistics import Gathered, exact
 from foof.tap import backward_pass_id, call_model
 
 AnyFactor = KroneckerFactor | EigenFactor
@@ -85,7 +85,7 @@ class KroneckerPreconditioner(Preconditioner):
             )
         self.kind, self.estimate = kind, estimate
         self.deferred = deferred or not kind.linear
-        self.generator = make_generator(generator, self.blocks[0].layer.weight.device)
+        self.generator = make_generator(generator, self.device)
         self.method = f"kfac ({kind.__name__})"
         self._pass: _Pass | None = None
         self._staged: defaultdict[tuple[Block, str], Gathered] = defaultdict(Gathered)  # until the backward pass they belong to
@@ -230,6 +230,7 @@ class KroneckerPreconditioner(Preconditioner):
     # --- what the update would be ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @exact
     def updates(self, second_factor: str = "keep", foof_damping: float | None = None) -> dict[str, Tensor]:
         """What ``step()`` would subtract lr times of, per layer ``(n, m)``, from the gradients at hand; needs ``deferred``.
 

@@ -52,7 +52,7 @@ class NaturalPreconditioner(Preconditioner):
         covered = {id(p): block for block in self.blocks for layer in block.layers for p in layer.parameters}
         self.params = [p for p in model.parameters() if id(p) in covered]
         self._block_of_param = [covered[id(p)] for p in self.params]
-        self.generator = make_generator(generator, self.params[0].device)
+        self.generator = make_generator(generator, self.device)
         self.operator: GramOperator | None = None
         self.keeps_raw = False
         self.raw: list[Tensor] = []  # the gradient before the solve, if kept
@@ -173,10 +173,8 @@ class NaturalPreconditioner(Preconditioner):
         self.operator = None if saved is None else self._operator_from(saved)
 
     def _operator_from(self, saved: Mapping[str, Any]) -> GramOperator:
-        device = self.params[0].device
-
         def here(tensor: Tensor) -> Tensor:
-            return tensor.to(device, copy=True)
+            return tensor.to(self.device, copy=True)
 
         calls = [Call(self.layers[c["layer"]], here(c["x"]), [here(e) for e in c["errors"]]) for c in saved["calls"]]
         operator = GramOperator(self.params, calls, saved["N"], saved["K"], self.settings.by_layer, self.settings.dtype)

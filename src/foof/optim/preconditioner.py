@@ -31,7 +31,7 @@ from foof.optim.block import (
     value_or_zeros,
     without_statistics,
 )
-from foof.statistics import Gathered, MovingAverage, Schedule
+from foof.statistics import Gathered, MovingAverage, Schedule, exact
 from foof.tap import Tap, backward_pass_id, call_model, existing_tap, inputs_seen
 
 __all__ = ["Block", "Damping", "Preconditioner", "gather_inputs", "inputs_of"]
@@ -69,6 +69,10 @@ class Preconditioner:
         self._sharded = any(distributed.is_sharded(block.layer.weight) for block in self.blocks)
         self._latest_pass: int | None = None
         self._warned: set[str] = set()
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks[0].layer.weight.device
 
     # --- set up ---------------------------------------------------------------------------------------------------------
 
@@ -131,6 +135,7 @@ class Preconditioner:
     # --- the step -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @exact
     def before_update(self) -> None:
         """Make ``.grad`` of every covered weight the neuron gradient, where it is not yet; complain of what never arrived."""
         alone = distributed.group_of(self.process_group) is None
@@ -207,6 +212,7 @@ class Preconditioner:
         for block, reached, rows in zip(blocks, counts[::2], counts[1::2], strict=True):
             block.reached, block.rows = reached > 0, round(rows / ranks)
 
+    @exact
     def _make_factors(self, blocks: list[Block]) -> None:
         """Factors from the averages as they are; in a process group each rank makes its share and all get the same bits."""
         group = distributed.group_of(self.process_group)
@@ -224,10 +230,10 @@ class Preconditioner:
             }
         except Exception as error:  # the others must hear of it before it is raised
             failure = error
-        device = blocks[0].layer.weight.device
-        made = distributed.exchange({job: factor.state_dict() for job, factor in mine.items()}, owners, failure, device, group)
+        states = {job: factor.state_dict() for job, factor in mine.items()}
+        made = distributed.exchange(states, owners, failure, self.device, group)
         for job, block in enumerate(blocks):
-            block.factor = self.factor_from_state_dict(made[job], device)
+            block.factor = self.factor_from_state_dict(made[job], self.device)
             block.made_of = ()
 
     def _make_factor(self, block: Block) -> None:
@@ -243,6 +249,7 @@ class Preconditioner:
         uses = self.schedule.T * min(block.rows or block.layer.n, block.layer.n)
         return InputFactor.make(Sigma, damping.strength(block.layer, Sigma), block.name, uses)
 
+    @exact
     def _fold(self, blocks: list[Block]) -> None:
         """Fold what was gathered into the moving averages; a batch with NaN or inf is left out, with a warning."""
         due = [(block, key) for block in blocks for key, seen in block.gathered.items() if seen]
@@ -299,7 +306,7 @@ class Preconditioner:
         """
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         seen_any = False
-        device = self.blocks[0].layer.weight.device
+        device = self.device
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator(device)):
             for number, batch in enumerate(batches):
                 seen_any = True
