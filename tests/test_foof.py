@@ -462,6 +462,22 @@ def test_a_layer_the_loss_does_not_reach_is_named():
     assert torch.equal(model["spare"].weight, before)
 
 
+@pytest.mark.parametrize("name", ["foof", "adamw"])
+def test_a_layer_first_reached_late_starts_from_that_batch(name):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"always": nn.Linear(4, 3), "late": nn.Linear(4, 3)})
+    opt = OPTIMIZERS[name](model)
+    for t in range(8):
+        x, y = batch(t)
+        opt.zero_grad()
+        out = model["always"](x) + (model["late"](x) if t >= 4 else 0)  # step 4 is none on which Σ is fed
+        nn.functional.cross_entropy(out, y).backward()
+        opt.step()
+        if t == 4:
+            ones = torch.cat([x, torch.ones(6, 1)], 1)
+            assert torch.allclose(opt.preconditioner.blocks[1].moments["Sigma"].value, ones.mT @ ones / 6)
+
+
 def test_a_layer_used_functionally_is_refused():
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "raw": nn.Linear(4, 3)})
     opt = foof.FOOF(model)

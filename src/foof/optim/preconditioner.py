@@ -121,8 +121,8 @@ class Preconditioner:
         self._latest_pass = pass_id
 
     def observe(self, block: Block, layer: Layer, x: Tensor, e: Tensor) -> None:
-        """Gather what the statistics need from a training backward pass."""
-        if self.schedule.gathers():
+        """Gather what the statistics need from a training backward pass; a layer reached for the first time starts at once."""
+        if self.schedule.gathers() or block.factor is None:
             gather_inputs(block.gathered["Sigma"], layer, x, backward_pass_id())
 
     def waits(self, block: Block) -> bool:
