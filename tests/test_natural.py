@@ -66,6 +66,24 @@ def test_the_fisher_may_come_from_another_and_larger_batch_and_is_renewed_every_
         assert oracle.relative_error(flat(params), expected) < 1e-9
 
 
+@pytest.mark.parametrize("way", ["outputs", "inputs"])
+def test_a_buffer_filled_with_the_next_batch_leaves_the_fisher_as_it_was(way: str) -> None:
+    """F lives T steps; a loop may read all its batches into one buffer."""
+    batches, ends = [torch.randn(12, 5, dtype=torch.float64) for _ in range(3)], []
+    for buffered in (True, False):
+        model, x, y = problem()
+        opt = foof.NaturalGradient(model, lr=0.1, damping=0.1, fisher="full", T=3)
+        for each in batches:
+            x = x.copy_(each) if buffered else each
+            out = model(x)
+            opt.update_curvature(out) if way == "outputs" else opt.update_curvature(inputs=x)
+            LOSS(out, y).backward()
+            opt.step()
+            opt.zero_grad()
+        ends.append(flat(model.parameters()))
+    assert torch.equal(*ends)
+
+
 def test_momentum_decay_and_groups() -> None:
     """Two steps by hand: v ← μ v + (F + Λ)⁻¹ g, w ← (1 - lr·decay) w - lr·v, with a damping of its own for one layer."""
     model, x, y = problem()

@@ -50,7 +50,7 @@ class Fisher:
         source = labels if isinstance(labels, Labels) else Labels(labels, samples)
         layers, params = fisher_layers(model, tuple(exclude))
         warn_of_training_mode(model)
-        calls, N, K = record(model, layers, _copied(x), y, source, likelihood_named(likelihood), generator, batch_size)
+        calls, N, K = record(model, layers, x, y, source, likelihood_named(likelihood), generator, batch_size)
         names = {id(p): name for name, p in model.named_parameters()}
         self.names = [names[id(p)] for p in params]
         self.layers, self.by_layer = layers, by_layer
@@ -287,15 +287,6 @@ def warn_of_training_mode(model: nn.Module) -> None:
             f"batch statistics, which also couple datapoints). Call model.eval() for the Fisher of the trained function.",
             stacklevel=4,
         )
-
-
-def _copied(inputs: Any) -> Any:
-    """The operator keeps the first layer's inputs, so a caller's later change in place must not reach them."""
-    if isinstance(inputs, Tensor):
-        return inputs.clone()
-    if isinstance(inputs, (tuple, list)):
-        return tuple(_copied(each) for each in inputs)
-    return {name: _copied(each) for name, each in inputs.items()} if hasattr(inputs, "items") else inputs
 
 
 def _shapes(tensors: Sequence[Any]) -> str:

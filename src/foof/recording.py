@@ -15,13 +15,18 @@ from foof.tap import call_model, tapped
 
 
 class Recorder:
-    """A receiver that keeps ``x`` and ``e`` of every call and asks for no weight gradient."""
+    """A receiver that keeps ``x`` and ``e`` of every call and asks for no weight gradient.
+
+    Inputs that no operation of the graph has made are the caller's, who may write other data into them: these are copied.
+    """
 
     def __init__(self) -> None:
         self.passes: list[list[tuple[Layer, Tensor, Tensor]]] = []
 
     def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
-        self.passes[-1].append((layer, x.detach(), e.detach()))
+        origin = x if x._base is None else x._base
+        first = len(self.passes) == 1  # whose x is the one that is kept
+        self.passes[-1].append((layer, x.detach().clone() if first and origin.grad_fn is None else x.detach(), e.detach()))
         return None
 
     def backward(self, out: Tensor, errors: Iterable[Tensor], layers: list[Layer], N: int) -> list[Call]:
