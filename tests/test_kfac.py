@@ -185,6 +185,15 @@ def test_outputs_with_nan_are_left_out_with_a_warning():
     assert torch.isnan(flat(model)).any()
 
 
+def test_large_float16_outputs_are_finite():
+    model = net()
+    nn.init.constant_(model[-1].bias, 1e4)  # 6 datapoints: their sum is not
+    opt = foof.KFAC(model, T=1)
+    with torch.autocast("cpu", torch.float16), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.update_curvature(model(batch(0)[0]))
+
+
 def test_sampled_labels_have_a_generator_of_their_own():
     """Neither drawing labels nor making the optimizer touches torch's own generator; the same seed gives the same run."""
     runs = []

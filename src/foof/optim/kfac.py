@@ -109,7 +109,7 @@ class KroneckerPreconditioner(Preconditioner):
         if not (isinstance(out, Tensor) and out.requires_grad):
             raise ValueError("update_curvature needs the outputs of the model, a tensor computed with gradients enabled.")
         self._estimated = True
-        if not torch.isfinite(out.detach().sum()):
+        if not torch.isfinite(out.detach()).all():  # their sum may overflow in float16
             self._warn("NaN or inf in the outputs given to update_curvature: this batch is left out of the statistics.")
             return
         weights = [block.layer.weight for block in self.blocks]
