@@ -68,6 +68,28 @@ def test_one_backward_pass_per_output_error_and_only_when_due(options, expected,
     assert counts == [0, 0, 0, expected, 0, 0, 0, expected, 0]
 
 
+@pytest.mark.parametrize("spare", ["never called", "not of the outputs", "called later"])
+def test_a_layer_without_statistics_asks_for_them_once(spare, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(4, 3)})
+    opt = foof.KFAC(model, lr=0.1, damping=0.1, T=4, S=1)
+    seen, counts = passes(opt, monkeypatch), []
+    for t in range(12):
+        seen.clear()
+        x, y = batch(t)
+        opt.zero_grad()
+        out = model["used"](x)
+        if spare == "not of the outputs":
+            model["spare"](x)
+        if spare == "called later" and t >= 9:
+            out = out + model["spare"](x)
+        opt.update_curvature(out)
+        nn.functional.cross_entropy(out, y).backward()
+        opt.step()
+        counts.append(len(seen))
+    assert counts == [1, 1, 1, 1, 0, 0, 0, 1, 0, int(spare == "called later"), 0, 1]
+
+
 def test_the_fisher_pass_computes_no_weight_gradient_and_leaves_gradients_alone(monkeypatch):
     model = cnn()
     opt = foof.KFAC(model)

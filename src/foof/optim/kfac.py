@@ -89,6 +89,7 @@ class KroneckerPreconditioner(Preconditioner):
         self.method = f"kfac ({kind.__name__})"
         self._pass: _Pass | None = None
         self._staged: defaultdict[tuple[Block, str], Gathered] = defaultdict(Gathered)  # until the backward pass they belong to
+        self._beyond_outputs: set[Block] = set()  # in use when a Fisher pass did not come by
         self._estimated = False  # since the last step
         self.params = list({id(p): p for block in self.blocks for p in block.layer.parameters}.values())
         self.raw: list[Tensor] = []  # the gradients before preconditioning, where something is to be adapted to them
@@ -101,8 +102,15 @@ class KroneckerPreconditioner(Preconditioner):
         """Estimate the Fisher at these outputs, if it is due, sharing the forward pass with the loss."""
         if self._latest is not None:
             self.batches.append(self._latest)
-        if self.schedule.gathers() or any(block.factor is None for block in self.blocks):
+        if self.schedule.gathers() or self._new_blocks():
             self.gather(out, y)
+            if self._staged:
+                self._beyond_outputs.update(block for block in self._new_blocks() if (block, "Sigma_E") not in self._staged)
+
+    def _new_blocks(self) -> list[Block]:
+        """Blocks in use, but without a factor, that outputs may depend on for all we know."""
+        used = {self._block_of[id(tap.layer)] for tap in self.taps if tap.fired}
+        return [block for block in used if block.factor is None and block not in self._beyond_outputs]
 
     def gather(self, out: Tensor, y: Tensor | None) -> None:
         """``Σ = 1/N Σ_i Σ_r a aᵀ`` and ``Σ_E = 1/(N R) Σ_i Σ_k Σ_r e e ᵀ`` of this batch, one backward pass for each output error k."""
