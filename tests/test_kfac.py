@@ -469,6 +469,16 @@ def test_adaptive_step_and_momentum_minimise_the_quadratic_model():
         assert opt._predicted == pytest.approx((g @ previous + 0.5 * previous @ F @ previous).item())
 
 
+def test_adaptive_steps_of_a_loss_that_is_not_a_number():
+    model, (x, y) = net(), batch(0)
+    opt = foof.KFAC(model, damping=0.1, T=1, adaptive=True)
+    out = model(x)
+    opt.update_curvature(out)
+    (nn.functional.cross_entropy(out, y) * float("nan")).backward()
+    opt.step()
+    assert flat(model).isnan().all()
+
+
 def test_adaptive_damping_follows_the_reduction_ratio_and_needs_no_tuning():
     model, (x, y) = net(), batch(0, 30)
     opt = foof.KFAC(model, damping=1.0, adaptive=Adaptive(period=2), T=1)

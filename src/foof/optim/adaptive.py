@@ -41,9 +41,15 @@ class Adaptive:
 
 
 def minimise(curvature: Tensor, slope: Tensor) -> tuple[Tensor, float]:
-    """Coefficients c ``(j,)`` that minimise ``slopeᵀc + ½ cᵀCc``, and the minimum; the curvature C ``(j, j)`` may be singular."""
-    c = -torch.linalg.lstsq(curvature.double(), slope.double().unsqueeze(1), driver="gelsd").solution.squeeze(1)
-    return c, float(0.5 * slope.double() @ c)
+    """Coefficients c ``(j,)`` that minimise ``slopeᵀc + ½ cᵀCc``, and the minimum; the curvature C ``(j, j)`` may be singular.
+
+    On the CPU, which alone has a driver for singular C. NaN stays NaN.
+    """
+    C, g = curvature.double().cpu(), slope.double().cpu()
+    if not (torch.isfinite(C).all() and torch.isfinite(g).all()):
+        return torch.full_like(g, float("nan")), float("nan")
+    c = -torch.linalg.lstsq(C, g.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    return c, float(0.5 * g @ c)
 
 
 def reduction_ratio(before: float, after: float, predicted: float) -> float:
