@@ -378,6 +378,15 @@ def test_rest_is_stepped_and_saved():
         assert sum(len(g["params"]) for g in opt.param_groups) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("rest", ["adamw", "sgd"])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_the_rest_decays_as_the_covered_layers_do_unless_told_otherwise(rest, decay):
+    opt = foof.FOOF(norm_net(), weight_decay=decay, rest=rest)
+    assert [group["weight_decay"] for group in opt.param_groups] == [decay, decay]
+    opt = foof.FOOF(norm_net(), weight_decay=decay, rest={"name": rest, "weight_decay": 0.3})
+    assert [group["weight_decay"] for group in opt.param_groups] == [decay, 0.3]
+
+
 def test_damping_auto_and_relative():
     model = mlp(4, 6, 3, bias=False).double()
     x = batch(0)[0].double()
@@ -419,6 +428,7 @@ BAD = {
     "empty parameter list; give": lambda m: foof.FOOF(m, groups=[{"params": []}]),
     "not one of this model's": lambda m: foof.FOOF(m, groups=[{"params": [nn.Parameter(torch.zeros(2))]}]),
     "unknown options": lambda m: foof.FOOF(m, groups=[{"params": m[0].parameters(), "lrr": 1}]),
+    "groups: 1.weight, 1.bias not covered": lambda m: foof.FOOF(n := norm_net(), groups=[{"params": n[:2].parameters(), "lr": 1.0}]),
     "no module named 'head'": lambda m: foof.FOOF(m, exclude=["head"]),
     "no layer to cover": lambda m: foof.FOOF(nn.LayerNorm(3)),
     "no trainable parameters": lambda m: foof.FOOF(m.requires_grad_(False)),

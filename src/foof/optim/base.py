@@ -36,15 +36,16 @@ class NeuronOptimizer(Optimizer):
     def __init__(self, model: nn.Module, defaults: dict[str, Any], groups: Sequence[Mapping[str, Any]], rest: str | Mapping[str, Any],
                  maximize: bool, make_preconditioner: Callable[[Callable[[Block], Damping]], Preconditioner]) -> None:  # fmt: skip
         check_options(defaults)
-        rest_class, rest_options = check_rest(rest)
+        rest_class, rest_options = check_rest(rest, defaults["weight_decay"])
         own_groups = [check_group(group, model) for group in groups]
         self.preconditioner = make_preconditioner(self._damping_of)
         try:
             covered = [p for block in self.preconditioner.blocks for layer in block.layers for p in layer.parameters]
-            remaining = [p for name, p in self.preconditioner.model.named_parameters() if name in self.preconditioner.rest]
+            remaining = {p: name for name, p in self.preconditioner.model.named_parameters() if name in self.preconditioner.rest}
+            check_covered(own_groups, remaining)
             super().__init__(_covered_groups(covered, own_groups, defaults), {**defaults, "kind": "neurons"})
             self.maximize = maximize
-            self._rest = rest_class(remaining, maximize=maximize, **rest_options) if remaining else None  # type: ignore[call-arg]
+            self._rest = rest_class(list(remaining), maximize=maximize, **rest_options) if remaining else None  # type: ignore[call-arg]
             if self._rest is not None:
                 for group in self._rest.param_groups:
                     group["kind"] = "rest"
@@ -128,13 +129,16 @@ def check_options(options: Mapping[str, Any]) -> None:
     Damping(options["damping"], options["relative"])
 
 
-def check_rest(rest: str | Mapping[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The optimizer of the rest from ``"adamw"``, ``"sgd"`` or a mapping such as ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``."""
+def check_rest(rest: str | Mapping[str, Any], weight_decay: float) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The optimizer of the rest from ``"adamw"``, ``"sgd"`` or a mapping such as ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``.
+
+    Its weight decay is, if not given, that of the covered layers: torch's AdamW would decay where nobody has asked for it.
+    """
     options: dict[str, Any] = {"name": rest} if isinstance(rest, str) else dict(rest)
     name = options.pop("name", "adamw")
     if name not in REST:
         raise ValueError(f'rest must be one of {sorted(REST)} or a mapping with such a "name", got {name!r}.')
-    options.setdefault("lr", 1e-3)
+    options = {"lr": 1e-3, "weight_decay": weight_decay, **options}
     return REST[name], options
 
 
@@ -150,6 +154,13 @@ def check_group(group: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"groups: unknown options {sorted(unknown)}; a group may set {', '.join(COVERED_OPTIONS)}.")
     return {**group, "params": params}
+
+
+def check_covered(groups: Sequence[Mapping[str, Any]], rest: Mapping[Tensor, str]) -> None:
+    """Raise for a group with parameters that are not covered: its options would not be theirs."""
+    outside = [rest[p] for group in groups for p in group["params"] if p in rest]
+    if outside:
+        raise ValueError(f"groups: {', '.join(outside[:5])} not covered; leave them out, and say with rest=... how they are stepped.")
 
 
 def _covered_groups(covered: list[nn.Parameter], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -25,9 +25,9 @@ class FOOF(NeuronOptimizer):
         momentum, weight_decay: of the neuron gradient; the decay is decoupled.
         ema: decay m of the moving averages; 0 uses the latest batch only.
         T, S: Σ is inverted every T steps and fed on the S steps before (default ``min(T, 10)``); at S = T on every step.
-        rest: how parameters that are not covered are stepped: ``"adamw"`` (lr 1e-3), ``"sgd"``, or a mapping with options,
-            ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``.
-        groups: parameter groups with their own lr, damping, relative, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``.
+        rest: how parameters that are not covered are stepped: ``"adamw"`` (lr 1e-3, weight_decay as above), ``"sgd"``, or a
+            mapping with options, ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``.
+        groups: covered parameters with their own lr, damping, relative, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``.
         exclude: names of modules to leave to the rest.
         maximize: ascend instead.
         process_group: with whom to share statistics and inversions; None: everyone in the default group, False: nobody.
