@@ -523,6 +523,7 @@ BAD = {
     "likelihood must be one of": lambda m: foof.KFAC(m, likelihood="poisson"),
     "datapoints is how many": lambda m: foof.KFAC(m, datapoints=0),
     "knows neither decay nor ascent": lambda m: foof.KFAC(m, adaptive=True, weight_decay=0.1),
+    "knows neither decay nor": lambda m: foof.KFAC(m, adaptive=True, groups=[{"params": [m[0].weight], "weight_decay": 0.1}]),
     'rows must be "mean" or "sum"': lambda m: foof.KFAC(m, rows="max"),
     "FOOF has no options fisher": lambda m: foof.precondition(torch.optim.SGD(m.parameters(), lr=1), m, fisher="mc"),
 }

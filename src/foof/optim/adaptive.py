@@ -68,10 +68,12 @@ class QuadraticModelSteps(NeuronOptimizer):
     _predicted = 0.0
 
     @staticmethod
-    def check_adaptive(adaptive: Adaptive | bool, weight_decay: float, maximize: bool) -> Adaptive | None:
+    def check_adaptive(adaptive: Adaptive | bool, weight_decay: float, groups: Sequence[Mapping[str, Any]], maximize: bool
+                       ) -> Adaptive | None:  # fmt: skip
         """The settings from what people write; True stands for all of it."""
         settings = (Adaptive() if adaptive else None) if isinstance(adaptive, bool) else adaptive
-        if settings is not None and (weight_decay or maximize):
+        decays = weight_decay or any(group.get("weight_decay") for group in groups)
+        if settings is not None and (decays or maximize):
             raise ValueError("the quadratic model of adaptive=... knows neither decay nor ascent: no weight_decay, no maximize.")
         return settings
 

@@ -353,7 +353,7 @@ class KFAC(QuadraticModelSteps):
         kind, estimate = factor_named(damping_mode, second_factor), fisher_estimate(fisher, samples, likelihood, datapoints, rows)
         for options in ({"damping": damping}, *groups):
             absolute(Damping(options.get("damping", damping), options.get("relative", False)))
-        self.adaptive = self.check_adaptive(adaptive, weight_decay, maximize)
+        self.adaptive = self.check_adaptive(adaptive, weight_decay, groups, maximize)
         defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
             model, defaults, groups, rest, maximize,

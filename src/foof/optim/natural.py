@@ -232,7 +232,7 @@ class NaturalGradient(QuadraticModelSteps):
         settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), by_layer, dtype, batch_size)
         for options in ({"damping": damping}, *groups):
             number(Damping(options.get("damping", damping), options.get("relative", False)))
-        self.adaptive = self.check_adaptive(adaptive, weight_decay, maximize)
+        self.adaptive = self.check_adaptive(adaptive, weight_decay, groups, maximize)
         defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(
             model, defaults, groups, rest, maximize,
