@@ -156,7 +156,7 @@ def check_group(group: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {**group, "params": params}
 
 
-def check_covered(groups: Sequence[Mapping[str, Any]], rest: Mapping[Tensor, str]) -> None:
+def check_covered(groups: Sequence[Mapping[str, Any]], rest: Mapping[nn.Parameter, str]) -> None:
     """Raise for a group with parameters that are not covered: its options would not be theirs."""
     outside = [rest[p] for group in groups for p in group["params"] if p in rest]
     if outside:
