@@ -1,5 +1,7 @@
 """Which layers are covered, and what is said of the others."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,6 +102,15 @@ def test_explain_is_a_readable_table():
     text = str(table)
     for part in ("tied: Linear", "one more input of 2.weight", "LayerNorm is not of the form b = W a", "3 of 5 trainable parameters"):
         assert part in text
+
+
+@pytest.mark.parametrize("width", [4, 5])  # one that the model takes, one that it does not
+def test_explain_leaves_every_module_in_its_mode(width):
+    model = mlp(4, 5, 3)
+    model[0].eval()  # a frozen part of a model in training
+    with contextlib.suppress(RuntimeError):
+        foof.explain(model, torch.randn(2, width))
+    assert [module.training for module in model] == [False, True, True]
 
 
 def test_explain_counts_what_is_kept():

@@ -100,11 +100,14 @@ def _rows_seen(model: nn.Module, layers: list[Layer], inputs: Any) -> dict[int, 
         rows = x.numel() if layer.diagonal else layer.input_rows(x).flatten(-3, -2).shape[-2]
         seen[id(layer)] = seen.get(id(layer), 0) + rows
 
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()  # no running average of the model changes
-    with torch.no_grad(), inputs_seen(layers, see):
-        call_model(model, inputs)
-    model.train(was_training)
+    try:
+        with torch.no_grad(), inputs_seen(layers, see):
+            call_model(model, inputs)
+    finally:
+        for module, was_training in modes.items():
+            module.training = was_training
     return seen
 
 
