@@ -316,9 +316,6 @@ def test_a_forgotten_optimizer_lets_go_of_its_model():
     with pytest.raises(ValueError, match="already has an optimizer on its neurons"):
         foof.FOOF(model)
     del opt
-    import gc
-
-    gc.collect()
     foof.FOOF(model)
 
 

@@ -6,6 +6,7 @@ schedule and whose state dict carries the statistics). ``FOOF`` and ``KFAC`` own
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -56,6 +57,8 @@ class Preconditioner:
         if not layers:
             kinds = "; ".join(f"{name}: {why}" for name, why in list(self.rest.items())[:5])
             raise ValueError(f"the model has no layer to cover (linear, convolution, embedding). Its parameters: {kinds}.")
+        if any(existing_tap(layer.module) for layer in layers):
+            gc.collect()  # a forgotten optimizer lets go of its model only now: it holds itself by its hooks
         for layer in layers:
             if existing_tap(layer.module) is not None:
                 raise ValueError(
