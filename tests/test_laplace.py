@@ -59,6 +59,40 @@ def test_predictions_are_probabilities_and_mc_approaches_the_probit() -> None:
     assert (probit - mc).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("method", ["probit", "mc"])
+def test_predictions_of_a_float32_model_with_a_float64_posterior(method: str) -> None:
+    model, x, y, test = problem()
+    model, x, test = model.float(), x.float(), test.float()
+    found, expected = (
+        foof.laplace.fit(model, x, y, labels="full", prior_precision=1.0, dtype=dtype).predict(
+            test, method, samples=5000, generator=torch.Generator().manual_seed(0)
+        )
+        for dtype in (torch.float64, None)
+    )
+    assert (found - expected).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("form", ["tuple", "mapping"])
+def test_inputs_in_any_form_that_the_model_takes(form: str) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3).double()
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.linear(a + b)
+
+    _, x, y, test = problem()
+    model = Sum()
+
+    def split(x: Tensor) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        return (0.5 * x, 0.5 * x) if form == "tuple" else {"a": 0.5 * x, "b": 0.5 * x}
+
+    found = foof.laplace.fit(model, split(x), y, labels="full", prior_precision=1.0).predict(split(test), batch_size=3)
+    expected = foof.laplace.fit(model.linear, x, y, labels="full", prior_precision=1.0).predict(test, batch_size=3)
+    torch.testing.assert_close(found, expected)
+
+
 def test_the_prior_has_the_largest_marginal_likelihood() -> None:
     model, x, y, _ = problem()
     posterior = foof.laplace.fit(model, x, y, labels="full")

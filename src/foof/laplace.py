@@ -24,7 +24,7 @@ from foof.fisher import Diagonal, Fisher
 from foof.gradients import Columns
 from foof.gram import GramOperator, Precision
 from foof.likelihood import Categorical, Gaussian, Labels, Likelihood, likelihood_named
-from foof.recording import record
+from foof.recording import pieces, record
 from foof.tap import call_model
 
 __all__ = ["Calibration", "ExactPosterior", "KroneckerPosterior", "calibration", "fit", "fit_kronecker"]
@@ -112,13 +112,12 @@ class ExactPosterior(SampledNetworks):
         outputs, variances = [], []
         precision = self.fisher.precision(self.prior_precision, "prior_precision")
         with _weights(self.params, self.trained):
-            for start in range(0, len(x), batch_size):
-                part = x[start : start + batch_size]
-                outputs.append(self.model(part))
+            for part, _ in pieces(x, None, batch_size):
+                outputs.append(call_model(self.model, part))
                 variances.append(self._variance(part, precision))
         return torch.cat(outputs), torch.cat(variances)
 
-    def _variance(self, x: Tensor, precision: Precision) -> Tensor:
+    def _variance(self, x: Any, precision: Precision) -> Tensor:
         operator = self.fisher.operator
         jacobian = _jacobian(self.fisher, self.model, x)
         weights = [1 / v for v in precision.values]
@@ -148,7 +147,7 @@ class ExactPosterior(SampledNetworks):
         if method == "probit":
             return _mean_prediction(self.likelihood, out / (1 + math.pi / 8 * variance.diagonal(dim1=1, dim2=2)).sqrt())
         L = linalg.damped_cholesky(variance, 1e-6, "the predictive covariance")
-        noise = torch.randn(samples, *out.shape, 1, dtype=out.dtype, device=out.device, generator=generator)
+        noise = torch.randn(samples, *out.shape, 1, dtype=L.dtype, device=out.device, generator=generator)
         return _mean_prediction(self.likelihood, out + (L @ noise).squeeze(-1)).mean(0)
 
 

@@ -66,7 +66,7 @@ def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None,
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     parts: list[list[Call]] = []
     N = 0
-    for part, targets in _pieces(inputs, y, batch_size):
+    for part, targets in pieces(inputs, y, batch_size):
         recorder = Recorder()
         with torch.enable_grad(), tapped(layers, recorder):
             out = call_model(model, part)
@@ -92,7 +92,8 @@ def check_output(out: Any) -> None:
         raise ValueError("the model's outputs do not depend on its parameters (were they made under no_grad?).")
 
 
-def _pieces(inputs: Any, y: Tensor | None, batch_size: int | None) -> Iterable[tuple[Any, Tensor | None]]:
+def pieces(inputs: Any, y: Tensor | None, batch_size: int | None) -> Iterable[tuple[Any, Tensor | None]]:
+    """Inputs as a model takes them (see ``call_model``) and their labels, ``batch_size`` datapoints at a time."""
     if batch_size is None:
         yield inputs, y
         return
