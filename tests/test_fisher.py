@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import foof
 import oracle
 from cases import cnn, mlp
-from foof import gradients
+from foof import gradients, gram
 
 TOLERANCE = 1e-9
 
@@ -364,6 +364,14 @@ def test_bad_input_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foof.gram.available_memory", lambda _: 1000)
     with pytest.raises(MemoryError, match="Use fewer datapoints"):
         foof.Fisher(model, x).solve(torch.randn(F.P), 1.0)
+
+
+def test_memory_that_torch_keeps_for_itself_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device of 100 bytes torch holds 70, of which 20 are in use."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
+    assert gram.available_memory(torch.device("cuda")) == 80
 
 
 def test_what_is_not_covered_is_named() -> None:

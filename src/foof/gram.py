@@ -264,8 +264,8 @@ def by_layer_named(blocks: str) -> bool:
 
 def available_memory(device: torch.device) -> int | None:
     """Bytes that can be had on this device, or None where nobody knows."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":  # what the driver has, and what torch keeps for itself but does not use
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "cpu" and (info := Path("/proc/meminfo")).exists():
         for line in info.read_text().splitlines():
             if line.startswith("MemAvailable:"):
