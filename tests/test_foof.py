@@ -86,6 +86,49 @@ def test_resume_is_bitwise_at_any_step(name, initialised):
         assert torch.equal(flat(model), flat(straight)), f"resumed at step {t}"
 
 
+ENUMERATED = {  # another precision would draw other labels
+    "foof": OPTIMIZERS["foof"],
+    "foof-cholesky": OPTIMIZERS["foof-cholesky"],
+    "kfac": OPTIMIZERS["kfac-full"],
+    "kfac-standard": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, fisher="full", damping_mode="standard", T=3, S=1),
+    "kfac-deferred": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, fisher="full", deferred=True, T=3, S=1),
+    "natural": lambda model: foof.NaturalGradient(model, lr=0.05, damping=0.1, fisher="full", T=4),
+}
+
+
+@pytest.mark.parametrize("name", ENUMERATED)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+def test_a_checkpoint_of_another_precision_goes_on_in_that_of_the_model(name, dtypes):
+    state, ends = None, []
+    for dtype in (*dtypes, dtypes[0]):  # saved by the first, resumed by the other two
+        model = norm_net().to(dtype)
+        opt = ENUMERATED[name](model)
+        if state is not None:
+            model.load_state_dict(state["model"])
+            opt.load_state_dict(state["opt"])
+        for t in range(2) if state is None else range(2, 7):
+            x, y = batch(t)
+            opt.zero_grad()
+            out = model(x.to(dtype))
+            opt.update_curvature(out, y)
+            nn.functional.cross_entropy(out, y).backward()
+            opt.step()
+        state = state or save_and_load({"model": model.state_dict(), "opt": opt.state_dict()})
+        ends.append(flat(model).double())
+    assert relative_error(ends[1], ends[2]) < 1e-3
+
+
+def test_a_checkpoint_from_another_kind_of_device_starts_new_labels():
+    model = norm_net()
+    opt = foof.KFAC(model, T=2)
+    train(model, opt, 3)
+    state = opt.state_dict()
+    state["neurons"]["generator"] = torch.zeros(16, dtype=torch.uint8)  # what a CUDA generator saves
+    with pytest.warns(UserWarning, match="another kind of device"):
+        opt.load_state_dict(state)
+    train(model, opt, 3, 3)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_lowers_the_loss(name):
     model = norm_net()

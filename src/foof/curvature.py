@@ -60,11 +60,8 @@ class InputFactor:
         return {"held": self.held, "tensor": self.tensor.clone()}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, str | Tensor], device: torch.device) -> InputFactor:
-        held, tensor = state["held"], state["tensor"]
-        assert isinstance(held, str)
-        assert isinstance(tensor, Tensor)
-        return cls(held, tensor.to(device, copy=True))
+    def from_state_dict(cls, state: dict[str, Any]) -> InputFactor:
+        return cls(state["held"], state["tensor"])
 
 
 def per_datapoint_gradient(a: Tensor, e: Tensor, damping: float) -> Tensor:
@@ -164,9 +161,9 @@ class KroneckerFactor(TwoSided):
         return {"inputs": self.inputs.state_dict(), "errors": self.errors.state_dict(), "lambda_E": self.lambda_E.clone()}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> KroneckerFactor:
-        inputs, errors = (InputFactor.from_state_dict(state[side], device) for side in ("inputs", "errors"))
-        return cls(inputs, errors, state["lambda_E"].to(device, copy=True))
+    def from_state_dict(cls, state: dict[str, Any]) -> KroneckerFactor:
+        inputs, errors = (InputFactor.from_state_dict(state[side]) for side in ("inputs", "errors"))
+        return cls(inputs, errors, state["lambda_E"])
 
 
 class ScaledInputFactor(KroneckerFactor):
@@ -225,7 +222,5 @@ class EigenFactor(TwoSided):
         return {**{k: None if v is None else v.clone() for k, v in tensors.items()}, "damping": self.damping}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> EigenFactor:
-        s_A, s_E, U_E = (state[k].to(device, copy=True) for k in ("s_A", "s_E", "U_E"))
-        U_A = None if state["U_A"] is None else state["U_A"].to(device, copy=True)
-        return cls(s_A, U_A, s_E, U_E, state["damping"])
+    def from_state_dict(cls, state: dict[str, Any]) -> EigenFactor:
+        return cls(*(state[k] for k in ("s_A", "U_A", "s_E", "U_E", "damping")))

@@ -9,6 +9,7 @@ empirical Fisher's. The class dimension is the last; dimensions between are posi
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -206,3 +207,18 @@ class Labels:
             raise ValueError('the empirical Fisher needs the data\'s labels: pass y, or use labels "mc" or "full".')
         else:
             yield likelihood.given(out, y)
+
+
+def make_generator(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:
+    """The source of an optimizer's sampled labels: its own, so that batches and dropout are the same with KFAC as without."""
+    if isinstance(generator, torch.Generator):
+        return generator
+    return torch.Generator(device).manual_seed(torch.initial_seed() if generator is None else generator)
+
+
+def restore(generator: torch.Generator, state: Tensor) -> None:
+    """Go on where a generator was; one of another kind of device has another state, and draws other labels anyway."""
+    if state.numel() == generator.get_state().numel():
+        generator.set_state(state.cpu())
+    else:
+        warnings.warn("the checkpoint was saved on another kind of device: sampled labels go on from a new seed.", stacklevel=2)

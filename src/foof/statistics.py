@@ -150,9 +150,9 @@ class MovingAverage:
     def state_dict(self) -> dict[str, Tensor | float | int | None]:
         return {"value": None if self.value is None else self.value.clone(), "mass": self.mass, "updates": self.updates}
 
-    def load_state_dict(self, state: dict[str, Tensor | float | int | None], device: torch.device) -> None:
+    def load_state_dict(self, state: dict[str, Tensor | float | int | None], device: torch.device, dtype: torch.dtype) -> None:
         value = state["value"]
-        self.value = value.to(device, copy=True) if isinstance(value, Tensor) and state["mass"] else None
+        self.value = value.to(device, dtype, copy=True) if isinstance(value, Tensor) and state["mass"] else None
         self.mass, self.updates = float(state["mass"]), int(state["updates"])  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +138,17 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> 
     a = layer.input_rows(x)
     with torch.autocast(x.device.type, enabled=False):
         gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
+
+
+def moved(state: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of a factor's state, with its tensors on this device and in this precision."""
+
+    def here(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return moved(value, device, dtype)
+        return value.to(device, dtype, copy=True) if isinstance(value, Tensor) else value
+
+    return {key: here(value) for key, value in state.items()}
 
 
 def inputs_of(batch: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from foof import distributed
 from foof.curvature import EigenFactor, InputFactor, KroneckerFactor, RescaledInputFactor, ScaledInputFactor, split_damping
 from foof.layers import Layer
-from foof.likelihood import Labels, Likelihood, likelihood_named
+from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps, fisher_in
 from foof.optim.preconditioner import Block, Damping, Preconditioner, gather_inputs, inputs_of
 from foof.statistics import Gathered, exact
@@ -277,10 +277,10 @@ class KroneckerPreconditioner(Preconditioner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.generator.set_state(state["generator"].cpu())
+        restore(self.generator, state["generator"])
 
-    def factor_from_state_dict(self, state: dict[str, Any], device: torch.device) -> AnyFactor:
-        return self.kind.from_state_dict(state, device)
+    def factor_from_state_dict(self, state: dict[str, Any]) -> AnyFactor:
+        return self.kind.from_state_dict(state)
 
 
 def absolute(damping: Damping) -> float:
@@ -288,13 +288,6 @@ def absolute(damping: Damping) -> float:
     if isinstance(damping.value, str) or damping.relative:
         raise ValueError('KFAC needs damping as a positive number: damping="auto" and relative=True are FOOF\'s.')
     return float(damping.value)
-
-
-def make_generator(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:
-    """The source of sampled labels: its own, so that batches and dropout are the same with KFAC as without."""
-    if isinstance(generator, torch.Generator):
-        return generator
-    return torch.Generator(device).manual_seed(torch.initial_seed() if generator is None else generator)
 
 
 def _raw(block: Block) -> Tensor:

@@ -13,10 +13,9 @@ from foof import distributed
 from foof.gradients import Call
 from foof.gram import GramOperator, Precision, by_layer_named
 from foof.layers import Layer
-from foof.likelihood import Labels, Likelihood, likelihood_named
+from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps
 from foof.optim.block import thrown_away
-from foof.optim.kfac import make_generator
 from foof.optim.preconditioner import Block, Damping, Preconditioner
 from foof.recording import Recorder, check_output, record
 from foof.tap import backward_pass_id
@@ -168,7 +167,7 @@ class NaturalPreconditioner(Preconditioner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.generator.set_state(state["generator"].cpu())
+        restore(self.generator, state["generator"])
         self._fresh, saved = bool(state["fresh"]), state["operator"]
         self.operator = None if saved is None else self._operator_from(saved)
 
@@ -180,7 +179,7 @@ class NaturalPreconditioner(Preconditioner):
         operator = GramOperator(self.params, calls, saved["N"], saved["K"], self.settings.by_layer, self.settings.dtype)
         for part, factor in zip(operator.parts, saved["factors"], strict=True):
             if factor is not None:
-                part.factor = here(factor["tensor"])
+                part.factor = here(factor["tensor"]).to(operator.dtype)
                 part.factor_of = (Precision(tuple(factor["damping"])), factor["c"])
         return operator
 

@@ -26,13 +26,14 @@ from foof.optim.block import (
     has_gradient,
     inputs_of,
     inversion_cost,
+    moved,
     precondition_gradient,
     thrown_away,
     unwrapped,
     value_or_zeros,
     without_statistics,
 )
-from foof.statistics import Gathered, MovingAverage, Schedule, exact
+from foof.statistics import Gathered, MovingAverage, Schedule, exact, wide
 from foof.tap import Tap, backward_pass_id, call_model, existing_tap, inputs_seen
 
 __all__ = ["Block", "Damping", "Preconditioner", "gather_inputs", "inputs_of"]
@@ -236,7 +237,7 @@ class Preconditioner:
         states = {job: factor.state_dict() for job, factor in mine.items()}
         made = distributed.exchange(states, owners, failure, self.device, group)
         for job, block in enumerate(blocks):
-            block.factor = self.factor_from_state_dict(made[job], self.device)
+            block.factor = self.factor_from_state_dict(moved(made[job], self.device, wide(block.layer.weight.dtype)))
             block.made_of = ()
 
     def _make_factor(self, block: Block) -> None:
@@ -376,12 +377,12 @@ class Preconditioner:
         self.check_state_dict(state)
         self.schedule.t, self.schedule.warming_up = int(state["t"]), bool(state["warming_up"])
         for block in self.blocks:
-            saved, device = state["blocks"][block.layer.name], block.layer.weight.device
+            saved, here = state["blocks"][block.layer.name], (block.layer.weight.device, wide(block.layer.weight.dtype))
             for key, moment in block.moments.items():
-                moment.load_state_dict(saved["moments"][key], device)
-            block.factor = self.factor_from_state_dict(saved["factor"], device) if saved["has_factor"] else None
+                moment.load_state_dict(saved["moments"][key], *here)
+            block.factor = self.factor_from_state_dict(moved(saved["factor"], *here)) if saved["has_factor"] else None
             block.rows, block.made_of = int(saved["rows"]), ()
         self.clear()
 
-    def factor_from_state_dict(self, state: dict[str, Any], device: torch.device) -> Any:
-        return InputFactor.from_state_dict(state, device)
+    def factor_from_state_dict(self, state: dict[str, Any]) -> Any:
+        return InputFactor.from_state_dict(state)
