@@ -1,6 +1,7 @@
 """KFAC as an optimizer: when the Fisher is estimated, from what, the ablations, the measures, bad input."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -467,6 +468,49 @@ def test_adaptive_step_and_momentum_minimise_the_quadratic_model():
         previous = flat(model) - before
         assert relative_error(previous, best @ plane) < 1e-8
         assert opt._predicted == pytest.approx((g @ previous + 0.5 * previous @ F @ previous).item())
+
+
+def adaptive_end(two_calls):
+    """Weights after some steps, on each of which a further forward pass may follow the one that is used."""
+    model = net()
+    opt = foof.KFAC(model, damping=0.1, T=2, fisher="full", adaptive=Adaptive(damping=False))
+    for t in range(4):
+        x, y = batch(t)
+        opt.zero_grad()
+        out = model(x)
+        if two_calls:
+            model(batch(100 + t)[0])
+        opt.update_curvature(out)
+        nn.functional.cross_entropy(out, y).backward()
+        opt.step()
+    return flat(model)
+
+
+def test_the_quadratic_model_is_of_the_batch_behind_the_outputs():
+    assert torch.equal(adaptive_end(two_calls=True), adaptive_end(two_calls=False))
+
+
+def test_adaptation_leaves_the_model_picklable_and_lets_go_of_it():
+    model = net()
+    opt = foof.KFAC(model, adaptive=True)
+    step(model, opt, *batch(0))
+    assert torch.equal(flat(pickle.loads(pickle.dumps(model))), flat(model))
+    del opt
+    foof.KFAC(model, adaptive=True)
+
+
+def test_an_adaptive_step_after_a_skipped_one_with_zero_grad_in_between():
+    model = net()
+    opt = foof.KFAC(model, damping=0.1, T=1, adaptive=True)
+    for t in range(2):
+        x, y = batch(t)
+        out = model(x)
+        opt.update_curvature(out)
+        opt.zero_grad()
+        nn.functional.cross_entropy(out, y).backward()  # of the first batch no step is taken
+    attached = opt.preconditioner
+    assert [args[0] is x for args, _ in attached.batches] == [True]
+    opt.step()
 
 
 def test_adaptive_steps_of_a_loss_that_is_not_a_number():

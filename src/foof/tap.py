@@ -56,7 +56,14 @@ class _Junction(torch.autograd.Function):
         return None, grad_x, grad_weight, grad_bias, None, None
 
 
-class Tap:
+class Hook:
+    """A hook that copies and pickles of its module do not carry."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_tap, ()
+
+
+class Tap(Hook):
     """A forward hook that opens one layer to a receiver. Copies and pickles of the model carry no tap.
 
     The receiver is held weakly, so that an optimizer nobody keeps lets go of its model.
@@ -91,9 +98,6 @@ class Tap:
     def remove(self) -> None:
         """Leave the module as it was."""
         self._handle.remove()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_tap, ()
 
 
 class _NoTap:

@@ -5,16 +5,20 @@ With the gradient g of the loss h and the exact Fisher F, the model of an update
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.func import functional_call, jvp
+from torch.utils.weak import WeakIdKeyDictionary
 
 from foof.likelihood import Likelihood
 from foof.optim.base import NeuronOptimizer
+from foof.tap import Hook
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,33 @@ class QuadraticModelSteps(NeuronOptimizer):
                 if group["kind"] == "neurons":
                     group["damping"] = self.adaptive.adapted(group["damping"], ratio)
         return ratio
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Calls(Hook):
+    """A forward hook that knows the arguments of a model's calls by their outputs, for as long as these, and its owner, live."""
+
+    def __init__(self, model: nn.Module, owner: object) -> None:
+        self.latest: Arguments | None = None
+        self._by_output = WeakIdKeyDictionary()
+        self._owner = weakref.ref(owner)
+        self._handle = model.register_forward_hook(self, with_kwargs=True)
+
+    @_disable_dynamo
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if torch.is_grad_enabled() and self._owner() is not None:
+            self.latest = args, kwargs
+            if isinstance(out, Tensor):
+                self._by_output[out] = self.latest
+
+    def behind(self, out: Tensor) -> Arguments | None:
+        """The arguments of the call that returned ``out``; of the latest, where ``out`` is only part of what was returned."""
+        return self._by_output.get(out, self.latest)
+
+    def remove(self) -> None:
+        self._handle.remove()
 
 
 def fisher_in(model: nn.Module, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], params: list[nn.Parameter],

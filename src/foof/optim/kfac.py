@@ -16,7 +16,7 @@ from foof import distributed
 from foof.curvature import EigenFactor, InputFactor, KroneckerFactor, RescaledInputFactor, ScaledInputFactor, split_damping
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
-from foof.optim.adaptive import Adaptive, QuadraticModelSteps, fisher_in
+from foof.optim.adaptive import Adaptive, Arguments, Calls, QuadraticModelSteps, fisher_in
 from foof.optim.preconditioner import Block, Damping, Preconditioner, gather_inputs, inputs_of
 from foof.statistics import Gathered, exact
 from foof.tap import backward_pass_id, call_model
@@ -93,15 +93,16 @@ class KroneckerPreconditioner(Preconditioner):
         self._estimated = False  # since the last step
         self.params = list({id(p): p for block in self.blocks for p in block.layer.parameters}.values())
         self.raw: list[Tensor] = []  # the gradients before preconditioning, where something is to be adapted to them
-        self.batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # the model's arguments on this step, likewise
-        self._latest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.batches: list[Arguments] = []  # the model's arguments on this step, likewise
+        self._staged_batches: list[Arguments] = []
+        self._calls: Calls | None = None
 
     # --- the Fisher's backward passes -------------------------------------------------------------------------------------
 
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Estimate the Fisher at these outputs, if it is due, sharing the forward pass with the loss."""
-        if self._latest is not None:
-            self.batches.append(self._latest)
+        if self._calls is not None and (arguments := self._calls.behind(out)) is not None:
+            self._staged_batches.append(arguments)
         if self.schedule.gathers() or self._new_blocks():
             self.gather(out, y)
             if self._staged:
@@ -165,6 +166,8 @@ class KroneckerPreconditioner(Preconditioner):
         for (block, key), seen in self._staged.items():
             block.gathered[key].merge(seen)
         self._staged.clear()
+        self.batches += self._staged_batches
+        self._staged_batches = []
 
     def observe(self, block: Block, layer: Layer, x: Tensor, e: Tensor) -> None:
         """Nothing: the training pass's errors are not the Fisher's."""
@@ -180,14 +183,8 @@ class KroneckerPreconditioner(Preconditioner):
         """From now on, keep each step's raw gradients and the model's arguments."""
         if any(block.shares_weight for block in self.blocks):
             raise ValueError("adaptive=... needs raw gradients, which an embedding tied to a linear layer does not keep apart.")
-        self.deferred = True
-
-        def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled():
-                self._latest = args, kwargs
-
-        self._handles.append(self.model.register_forward_pre_hook(keep, with_kwargs=True))
-        self._adapts = True
+        self.deferred, self._adapts, self._calls = True, True, Calls(self.model, self)
+        self._handles.append(self._calls)
 
     # --- factors and steps --------------------------------------------------------------------------------------------------
 
@@ -214,7 +211,9 @@ class KroneckerPreconditioner(Preconditioner):
         super().before_update()
 
     def after_update(self) -> None:
-        self.raw, self.batches, self._latest = [], [], None
+        self.raw, self.batches = [], []
+        if self._calls is not None:
+            self._calls.latest = None
         if self.schedule.gathers() and not self._estimated:
             self._warn(
                 "KFAC's factors are due for data, but update_curvature(out) was not called before backward(): they stay as they are.",
