@@ -134,3 +134,16 @@ def test_no_graph_is_kept_twice():
         out = model(x)
     assert type(out.grad_fn).__name__ == "_JunctionBackward"
     assert all("Addmm" not in type(f).__name__ for f, _ in out.grad_fn.next_functions if f is not None)
+
+
+@pytest.mark.parametrize("wanted", ["inputs", "weight", "bias"])
+def test_only_passes_that_lead_to_a_layers_weights_are_received(wanted):
+    """A gradient with respect to the inputs (saliency, adversarial examples) is none of the optimizer's business."""
+    model, x = mlp(4, 5, 3).double(), torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    target = {"inputs": x, "weight": model[0].weight, "bias": model[0].bias}[wanted]
+    (expected,) = torch.autograd.grad((model(x) ** 2).sum(), target)
+    receiver = Plain()
+    with tapped(covered_layers(model)[0], receiver):
+        (found,) = torch.autograd.grad((model(x) ** 2).sum(), target)
+    assert len(receiver.passes) == (0 if wanted == "inputs" else 1)
+    assert torch.allclose(found, expected)

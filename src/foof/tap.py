@@ -47,13 +47,28 @@ class _Junction(torch.autograd.Function):
         layer: Layer = ctx.layer
         with torch.autocast(e.device.type, enabled=False):
             grad_x = grad_weight = grad_bias = None
-            if needs_weight and (matrix := ctx.receiver.receive(layer, x, e)) is not None:
+            if needs_weight and _leads_to_weight(ctx) and (matrix := ctx.receiver.receive(layer, x, e)) is not None:
                 grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
                 if grad_bias is not None:
                     grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
             if needs_x:
                 grad_x = layer.input_gradient(x.to(e.dtype), e, weight.to(e.dtype)).to(x.dtype)
         return None, grad_x, grad_weight, grad_bias, None, None
+
+
+def _leads_to_weight(node: Any) -> bool:
+    """Is the weight or the bias of a tap's node among what this backward pass is for? ``autograd.grad(loss, x)`` only passes by.
+
+    ``needs_input_grad`` tells what requires gradients, not what they are wanted of.
+    """
+
+    def executes(following: Any) -> bool:
+        try:
+            return torch._C._will_engine_execute_node(following)
+        except RuntimeError:  # torch's answer for a leaf that autograd.grad() has been asked for
+            return True
+
+    return any(following is not None and executes(following) for following, _ in node.next_functions[2:])
 
 
 class Hook:
