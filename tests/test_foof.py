@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -338,6 +339,14 @@ def test_grad_scaler_runs_and_unscales():
     assert torch.allclose(flat(model), flat(twin), rtol=1e-5, atol=1e-6)
 
 
+def test_nothing_is_left_on_the_parameters():
+    model, (x, y) = norm_net(), batch(0)
+    opt = foof.FOOF(model)
+    (nn.functional.cross_entropy(model(x), y) * float("inf")).backward()
+    opt.remove()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
 def test_copies_and_pickles_of_the_model_have_no_taps():
     model, x = cnn(), torch.randn(2, 2, 8, 8)
     opt = foof.FOOF(model, damping=0.1)
@@ -536,6 +545,33 @@ def test_a_layer_used_functionally_is_refused():
     with pytest.raises(RuntimeError, match=r"exclude=\['raw'\]"):
         opt.step()
     assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("way", ["penalty", "functional", "none"])
+@pytest.mark.parametrize("name", ["foof", "adamw", "kfac"])
+@pytest.mark.parametrize("initialised", [True, False])
+def test_a_gradient_that_passes_a_layer_by_is_named(name, way, initialised):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    opt = OPTIMIZERS[name](model)
+    if initialised:
+        opt.preconditioner.initialise([batch(9)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for t in range(3):
+            x, y = batch(t)
+            opt.zero_grad()
+            out = model(model[0](x))  # called twice: both come through its forward
+            opt.update_curvature(out, y)
+            if way == "functional":
+                out = out + (x @ model[0].weight.T)[:, :3]
+            loss = nn.functional.cross_entropy(out, y)
+            if way == "penalty":
+                loss = loss + 0.01 * model[0].weight.square().sum()
+            loss.backward()
+            opt.step()
+    assert ["0: part of the gradient does not come through forward()" in str(each.message) for each in told] == [True] * (way != "none")
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_an_empty_first_batch_is_refused():

@@ -13,6 +13,7 @@ from foof import distributed
 from foof.curvature import InputFactor
 from foof.layers import Embedding, Layer
 from foof.statistics import Gathered, MovingAverage, wide
+from foof.tap import backward_pass_id
 
 PAPER_BATCH = 100  # the batch for which Appendix K reads the damping as the precision of the initialisation
 
@@ -47,6 +48,36 @@ class Damping:
         return self.value * eigenvalues.mean(-1).clamp_min(tiny)
 
 
+class Bypass:
+    """Does a weight's gradient come through its taps alone? Compares all of it, on one backward pass, with what the taps returned."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.found = False
+        self._through: Tensor | None = None
+        self._pass: int | None = None
+        self._handle: Any = weight.register_hook(self._compare)  # sees the sum over all ways to the weight
+
+    def add(self, layer: Layer, gradient: Tensor, pass_id: int) -> None:
+        """What a tap returns for the layer's matrix on this pass."""
+        if self._handle is not None:
+            mine = layer.split(gradient)[0]
+            self._through = mine if self._through is None or pass_id != self._pass else self._through + mine
+            self._pass = pass_id
+
+    @torch.no_grad()
+    def _compare(self, whole: Tensor) -> None:
+        if self._through is not None and self._pass == backward_pass_id():
+            size, rounding = whole.norm(), torch.finfo(whole.dtype).eps ** 0.5
+            if size.isfinite():  # otherwise this step will hardly be taken
+                self.found = bool((whole - self._through).norm() > rounding * size)
+                self.remove()
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._through = None
+
+
 @dataclass(eq=False)
 class Block:
     """One weight matrix (with its bias): every layer that uses it, its statistics, its factor."""
@@ -59,6 +90,7 @@ class Block:
     rows: int = 0  # rows of the latest backward pass
     made_of: tuple[Any, ...] = ()  # what the factor was made of
     shares_weight: bool = False  # with a block of another orientation (tied embedding and head)
+    bypass: Bypass | None = None
 
     @property
     def layer(self) -> Layer:
@@ -84,6 +116,16 @@ def thrown_away(blocks: list[Block]) -> bool:
     """Have backward passes since the last step left no gradient at all?"""
     reached = [block for block in blocks if block.reached]
     return bool(reached) and not any(map(has_gradient, reached))
+
+
+def bypassed(blocks: list[Block]) -> list[str]:
+    """Names of blocks whose gradient came by other ways, too. One step is enough to tell: it is told once."""
+    watches = {block.name: block.bypass for block in blocks if block.bypass is not None}
+    found = [name for name, watch in watches.items() if watch.found]
+    for watch in watches.values():
+        watch.remove()
+        watch.found = False
+    return found
 
 
 def value_or_zeros(block: Block, key: str) -> Tensor:

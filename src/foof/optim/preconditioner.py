@@ -20,8 +20,10 @@ from foof.layers import Embedding, Layer, covered_layers
 from foof.optim.attach import attach
 from foof.optim.block import (
     Block,
+    Bypass,
     Damping,
     accelerator,
+    bypassed,
     gather_inputs,
     has_gradient,
     inputs_of,
@@ -103,6 +105,7 @@ class Preconditioner:
         for handle in [*self.taps, *self._handles]:
             handle.remove()
         self.taps, self._handles = [], []
+        bypassed(self.blocks)
 
     # --- the backward pass ----------------------------------------------------------------------------------------------
 
@@ -115,8 +118,13 @@ class Preconditioner:
         if block.factor is None and block.shares_weight:
             self.start([block])  # the sum of two differently preconditioned gradients cannot be told apart later
         if self.waits(block):
-            return layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
-        return block.factor.gradient(layer, x, e)
+            gradient = layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
+        else:
+            gradient = block.factor.gradient(layer, x, e)
+        if not (self.deferred or self._sharded or block.shares_weight):
+            block.bypass = block.bypass or Bypass(layer.weight)
+            block.bypass.add(layer, gradient, backward_pass_id())
+        return gradient
 
     def enter_pass(self, pass_id: int) -> None:
         """When a training pass begins: if the gradients of earlier ones are gone (``model.zero_grad()``), so is what they gathered."""
@@ -152,6 +160,9 @@ class Preconditioner:
         for block in waiting:
             if block.factor is not None:
                 precondition_gradient(block)
+        if names := bypassed(self.blocks):
+            self._warn(f"{', '.join(names[:5])}: part of the gradient does not come through forward() (a penalty on the weight, or a use "
+                       "of it elsewhere). After the first step that part is not preconditioned; exclude=[...] leaves a layer to the rest.")
 
     def start(self, blocks: list[Block]) -> None:
         """Factors for those of these blocks that have none yet, from what has been gathered."""
