@@ -92,7 +92,7 @@ class Gathered:
         seen = self.rows if self.rows is not None else self.moment
         assert seen is not None
         if self.rows is not None and self.rows._version != self._version:  # someone wrote into the inputs since the backward pass
-            return torch.tensor(False, device=seen.device)
+            return torch.zeros((), dtype=torch.bool, device=seen.device)  # made there: nothing waits
         return torch.isfinite(seen.sum())
 
     def _count(self, datapoints: int, pass_id: int) -> None:

@@ -270,7 +270,7 @@ class Preconditioner:
         due = [(block, key) for block in blocks for key, seen in block.gathered.items() if seen]
         if not due:
             return
-        finite = torch.stack([block.gathered[key].sound().cpu() for block, key in due]).tolist()
+        finite = torch.stack([block.gathered[key].sound().to(self.device) for block, key in due]).tolist()
         for (block, key), good in zip(due, finite, strict=True):
             if good:
                 block.moments[key].update(block.gathered[key], self.ema)
