@@ -339,12 +339,13 @@ def test_grad_scaler_runs_and_unscales():
     assert torch.allclose(flat(model), flat(twin), rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_is_left_on_the_parameters():
+def test_nothing_is_left_on_parameters_and_optimizer():
     model, (x, y) = norm_net(), batch(0)
-    opt = foof.FOOF(model)
+    opt = OPTIMIZERS["adamw"](model)
     (nn.functional.cross_entropy(model(x), y) * float("inf")).backward()
-    opt.remove()
+    opt.preconditioner.remove()
     assert not any(p._backward_hooks for p in model.parameters())
+    assert "zero_grad" not in vars(opt)
 
 
 def test_copies_and_pickles_of_the_model_have_no_taps():
