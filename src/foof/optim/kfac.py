@@ -169,6 +169,10 @@ class KroneckerPreconditioner(Preconditioner):
         self.batches += self._staged_batches
         self._staged_batches = []
 
+    def _fold(self, blocks: list[Block]) -> None:
+        self._commit()
+        super()._fold(blocks)
+
     def observe(self, block: Block, layer: Layer, x: Tensor, e: Tensor) -> None:
         """Nothing: the training pass's errors are not the Fisher's."""
 
@@ -177,7 +181,6 @@ class KroneckerPreconditioner(Preconditioner):
         with torch.enable_grad():
             out = call_model(self.model, inputs_of(batch))
             self.gather(getattr(out, "logits", out), labels)
-        self._commit()
 
     def keep_for_adaptation(self) -> None:
         """From now on, keep each step's raw gradients and the model's arguments."""
