@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foof.study.experiments import Outcome, committed, experiments_of, recall, remembered
+from foof.study.headline import headline
 from foof.study.presets import PRESETS, Preset
 from foof.study.rules import end_loss
 from foof.study.store import Store
@@ -115,9 +116,12 @@ def study() -> str:
     for preset in reversed(PRESETS.values()):
         if not committed(preset).exists():
             continue
-        verdicts = [v for outcome in outcomes(preset) for v in outcome.verdicts if v.ruling != "not run"]
+        found = outcomes(preset)
+        top = headline([(preset, found)])
+        verdicts = [v for outcome in found for v in outcome.verdicts if v.ruling != "not run"]
         rows = [[v.claim, v.where, v.measured.replace("\n", "<br>"), f"**{v.ruling}**"] for v in verdicts]
         parts.append(f"### Preset `{preset.name}`\n\n{preset.about[0].upper()}{preset.about[1:]}.\n\n"
+                     + (f"{top.sentence}\n\n" if top else "")
                      + table(["claim", "where", "measured", ""], rows))  # fmt: skip
     return "\n\n".join(parts)
 
