@@ -31,7 +31,7 @@ HEURISTIC = f"{KFAC}, λ = {DAMPINGS[0]:g}"  # what Fig. 3A shows as heuristic d
 TS = (1, 10, 100)
 
 FULL_SCALE = "The paper scales its full Fisher in a way of its own, which it does not give: our lr and λ are from a search on fewer images."
-LRS_3 = "A learning rate is searched for each λ. The paper's, lr = λ, hardly train here at the smaller two: its λ probably had another scale."
+LRS_3 = "A learning rate is searched for each λ. The paper's, lr = λ, hardly train here where λ is small: it probably had another scale."
 NOTES = {
     "fig1a": "KFAC inverts every 10 steps instead of every step.",
     "fig1b": "Subsampled KFAC takes a new batch and inverts every 10 steps instead of every step.",
