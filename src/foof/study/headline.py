@@ -64,13 +64,14 @@ def _sentence(a: Outcome, losses: dict[str, Spread], until: int) -> str:
     standard, released = a.found[STANDARD], a.found[RELEASED]
     same = at_setting_of(standard, released.best, until) if _pair(standard.best) != _pair(released.best) else None
     sgd, ends = losses[SGD].mean, losses[STANDARD].mean
+    heuristic = min((losses[label] for label in (KFAC, HEURISTIC) if label in losses), key=lambda s: s.mean, default=None)
     return (
         f"The paper finds that KFAC with standard damping performs like SGD (Fig. 3A). The released code for that damping rotates "
         f"with a transposed matrix. Run as released, KFAC ends at a loss of {losses[RELEASED]}, SGD with momentum at {losses[SGD]}. "
         f"With the damped system solved as Eq. (3) says, KFAC ends at "
         + (f"{same} with the same lr and λ, and at {losses[STANDARD]} at its best of those tried" if same else f"{losses[STANDARD]}")
         + (f", {sgd / ends:.2g} times below SGD" if ends < sgd else f", {ends / sgd:.2g} times SGD's")
-        + (f"; with heuristic damping it ends at {losses[KFAC]}." if KFAC in losses else ".")
+        + (f"; with heuristic damping it ends at {heuristic}." if heuristic else ".")
     )
 
 
