@@ -124,7 +124,7 @@ def curves_figure(
     curves: Iterable[Curve], heading: str, y: str = "training loss", log: bool = True, published: Iterable[Curve] = ()
 ) -> go.Figure:
     """Mean over seeds as a line, mean ± deviation as a band; the published curves dotted behind."""
-    figure, curves = go.Figure(), list(curves)
+    figure, curves, published = go.Figure(), list(curves), list(published)
     for c in published:
         figure.add_scatter(x=c.steps, y=c.mean, name=f"{c.name or c.label}, published", mode="lines",
                            line={"color": colour(c.label), "dash": "dot", "width": 1.5}, opacity=0.7)  # fmt: skip
@@ -140,8 +140,15 @@ def curves_figure(
             line={"color": colour(c.label), "width": 2.5}, hovertemplate="%{y:.4g}",
         )  # fmt: skip
     figure.update_xaxes(title="step")
-    figure.update_yaxes(title=y, **(log_axis([v for c in curves for v in c.mean]) if log else {}))
+    figure.update_yaxes(title=y, **({**log_axis([v for c in curves for v in c.mean]), **_in_view(curves, published)} if log else {}))
     return style(figure, heading)
+
+
+def _in_view(curves: Sequence[Curve], published: Sequence[Curve]) -> dict[str, Any]:
+    """A range for a log axis on which a curve that explodes leaves the picture at ten times where curves begin."""
+    shown = [v for c in (*curves, *published) for v in c.mean if 0 < v < math.inf]
+    top = 10 * max((c.mean[0] for c in curves if c.mean), default=math.inf)
+    return {"range": [math.log10(min(shown)) - 0.1, math.log10(top)]} if shown and max(shown) > top else {}
 
 
 def bars_figure(ours: Mapping[str, Spread], published: Mapping[str, float], heading: str, y: str, log: bool) -> go.Figure:

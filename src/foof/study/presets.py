@@ -45,7 +45,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def search(
-    preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1, known: bool = True, extend: int = 0
+    preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1, known: bool = True
 ) -> Search:
     """A method's search at this preset: around the paper's setting, or around one that suits the smaller study.
 
@@ -55,7 +55,7 @@ def search(
     lrs = tuple(lr_at(lr_index(lr) + i) for i in (-1, 0, 1)) if preset.fine else (lr,)
     if preset.centred:
         centre = (lr, damping)
-        return Search(setting, lrs, (damping,), extend=extend, seeds=preset.seeds, centre=centre, known=known, urgency=urgency)
+        return Search(setting, lrs, (damping,), extend=0, seeds=preset.seeds, centre=centre, known=known, urgency=urgency)
     return Search(setting, lrs, (damping,), seeds=preset.seeds)
 
 
