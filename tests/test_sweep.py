@@ -179,6 +179,12 @@ def bowl(lr: float, damping: float | None = None):
     return run_all
 
 
+def test_a_pair_beyond_the_grid_may_win_and_counts_as_its_edge():
+    found = tune(Search(TINY, lr_grid(0.3, 1), (1.0,), extend=0, also=((0.1, 1e-2),)), bowl(lr=0.1, damping=1e-2))
+    assert (found.best.lr, found.best.damping, found.on_edge) == (0.1, 1e-2, True)
+    assert len(found.tried) == 3
+
+
 def test_a_grid_grows_until_its_best_lies_inside():
     run_all = bowl(lr=3.0, damping=1e-4)
     found = tune(Search(TINY, lr_grid(0.1, 1), (1.0, 1e2), extend=5), run_all)

@@ -146,7 +146,7 @@ def _measured(p: Preset, d: str, optimizer: str, *options: tuple[str, str]) -> S
 
 
 def fig3a(p: Preset, d: str) -> Runs:
-    """Both standard dampings get the same grid: the paper's setting, ours for Eq. (3), and the two others between them."""
+    """Both standard dampings get the same grid: the paper's setting, ours for Eq. (3), the two between them, and one of smaller λ."""
     standard = _measured(p, d, "kfac", ("damping_mode", "standard"))
     released = _measured(p, d, "kfac-transposed")
     searches = {
@@ -154,7 +154,8 @@ def fig3a(p: Preset, d: str) -> Runs:
         RELEASED: search(p, released, (1e-3, 1e-2), (3e-3, 1e-2), urgency=0),
     }
     if p.centred:
-        searches = {k: replace(s, lrs=(3e-4, 1e-3), dampings=(1e-3, 1e-2), damping_every=1) for k, s in searches.items()}
+        lrs, dampings, also = (3e-4, 1e-3), (1e-3, 1e-2), ((1e-4, 1e-4),)
+        searches = {k: replace(s, lrs=lrs, dampings=dampings, also=also, damping_every=1) for k, s in searches.items()}
     return {KFAC: _kfac(p, d), HEURISTIC: fig3c(p, d)[HEURISTIC], **searches, SGD: _sgd(p, d)}
 
 

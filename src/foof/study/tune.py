@@ -59,10 +59,12 @@ class Search:
     centre: tuple[float, float | str | None] | None = None
     known: bool = True
     urgency: int = 0  # of several searches, lower ones are run first
+    also: tuple[tuple[float, float | str | None], ...] = ()  # pairs (lr, λ) beyond the grid's rectangle: its edge
 
     @property
     def grid(self) -> list[Setting]:
-        return [self.base.but(lr=lr, damping=damping) for damping in self.dampings for lr in self.lrs]
+        pairs = [(lr, damping) for damping in self.dampings for lr in self.lrs]
+        return [self.base.but(lr=lr, damping=damping) for lr, damping in dict.fromkeys([*pairs, *self.also])]
 
     @property
     def searched(self) -> bool:
@@ -125,8 +127,9 @@ def look(search: Search, get: Get) -> Look:
         if wider == current or rounds == search.extend:
             break
         current, rounds = wider, rounds + 1
-    found = _seeds(search, _best(tried), get, search.searched)
-    done = found.tuned and replace(found.tuned, tried=tuple(tried), on_edge=wider != current, grid_done=True)
+    best = _best(tried)
+    found, edge = _seeds(search, best, get, search.searched), wider != current or (best.lr, best.damping) in search.also
+    done = found.tuned and replace(found.tuned, tried=tuple(tried), on_edge=edge, grid_done=True)
     return Look(found.missing, done)
 
 
