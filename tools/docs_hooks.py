@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from foof.study.experiments import Outcome, committed, experiments_of, recall, remembered
+from foof.study.experiments import Outcome, committed, experiments_of
 from foof.study.headline import headline
 from foof.study.presets import PRESETS, Preset
+from foof.study.report import recalled
 from foof.study.rules import end_loss
-from foof.study.store import Store
 from foof.study.verdict import spread
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -89,9 +89,7 @@ def _loss(values: list[float | None] | None) -> str:
 
 def outcomes(preset: Preset) -> list[Outcome]:
     """What the records in the package say at this preset."""
-    with Store(":memory:") as store:
-        store.load_dump(committed(preset))
-        return recall(list(experiments_of(preset).values()), preset, remembered(store))
+    return recalled(list(experiments_of(preset).values()), preset, committed(preset))
 
 
 def kfac_damping() -> str:

@@ -6,6 +6,7 @@ gradient, ``gradient`` from the inputs and errors at hand, by the cheaper way).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def _mean_eigenvalue(S: Tensor) -> Tensor:
     return S.mean() if S.dim() == 1 else S.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-class TwoSided:
+class TwoSided(ABC):
     """A preconditioner with a factor on either side of the gradient: ``finish(left · Eᵀ A · right)``, X ↦ X·right acting on rows.
 
     ``A·right`` costs 2·rows·m² on the rows and 2·n·m² on the gradient, ``E·left`` 2·rows·n² and 2·m·n²: each side has its choice.
@@ -100,13 +101,13 @@ class TwoSided:
 
     linear = True  # does the update of a sum of gradients equal the sum of the updates?
 
+    @abstractmethod
     def right(self, X: Tensor) -> Tensor:
         """For X ``(..., r, m)``: rows of inputs, or a gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def left(self, X: Tensor) -> Tensor:
         """For X ``(..., r, n)``: rows of errors, or a transposed gradient."""
-        raise NotImplementedError
 
     def finish(self, G: Tensor) -> Tensor:
         """What is left to do on the gradient ``(..., n, m)`` once both sides are done."""

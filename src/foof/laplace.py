@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from foof.tap import call_model
 __all__ = ["Calibration", "ExactPosterior", "KroneckerPosterior", "calibration", "fit", "fit_kronecker"]
 
 
-class SampledNetworks:
+class SampledNetworks(ABC):
     """What any posterior one can sample from gives: networks, and their averaged predictions."""
 
     model: nn.Module
@@ -38,9 +39,9 @@ class SampledNetworks:
     trained: list[Tensor]
     likelihood: Likelihood
 
+    @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
         """n deviations from the trained weights, ``(n, *p.shape)`` for each parameter."""
-        raise NotImplementedError
 
     def sample_networks(self, n: int, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
         """n copies of the model with weights drawn from the posterior, one at a time."""

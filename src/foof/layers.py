@@ -8,6 +8,7 @@ matrix per group and a leading group dimension everywhere: ``(G, N, R, m)``. A t
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Layer:
+class Layer(ABC):
     """One module whose forward is ``b = W a`` in disguise.
 
     ``n`` and ``m`` are the sizes of (one group's) matrix ``[W, bias]``; ``m`` counts the bias input where there is one.
@@ -57,25 +58,25 @@ class Layer:
         """Precision of the usual (Kaiming) initialisation: ``fan_in / 2``."""
         return (self.m - self.has_bias) / 2
 
+    @abstractmethod
     def input_rows(self, x: Tensor) -> Tensor:
         """The module's input as ``a``: ``(N, R, m)``, or ``(G, N, R, m)``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def error_rows(self, e: Tensor) -> Tensor:
         """The gradient of the module's output as rows: ``(N, R, n)``, or ``(G, N, R, n)``."""
-        raise NotImplementedError
 
     def rows(self, e: Tensor) -> int:
         """How many rows ``N·R`` an error tensor of this layer holds."""
         return e.numel() // (self.n * self.groups)
 
+    @abstractmethod
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``b = W a`` for another weight and bias of the same shapes: what the module itself would return."""
-        raise NotImplementedError
 
+    @abstractmethod
     def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
         """``dL/dx`` for ``e = dL/db``, in the shape of ``x``."""
-        raise NotImplementedError
 
     def weight_gradient(self, x: Tensor, e: Tensor) -> Tensor:
         """``Eᵀ A``, the plain gradient of ``[W, bias]`` as a matrix ``(n, m)`` or ``(G, n, m)``."""
@@ -255,6 +256,9 @@ class Embedding(Layer):
         """As the module's, with the padding index as an input that is zero (its row has no gradient)."""
         b = F.embedding(x, weight)
         return b if self.padding_idx is None else b * (x != self.padding_idx).unsqueeze(-1)
+
+    def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
+        raise TypeError(f"{self.label}: its inputs are indices, which have no gradient; autograd never asks for one.")
 
     def counts(self, x: Tensor) -> Tensor:
         """How often each index occurs in ``x``: the diagonal of ``AᵀA``, ``(m,)``."""

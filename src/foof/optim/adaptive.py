@@ -6,6 +6,7 @@ With the gradient g of the loss h and the exact Fisher F, the model of an update
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ def reduction_ratio(before: float, after: float, predicted: float) -> float:
     return (after - before) / predicted if predicted != 0 else float("nan")
 
 
-class QuadraticModelSteps(NeuronOptimizer):
+class QuadraticModelSteps(NeuronOptimizer, ABC):
     """Steps ``δ = -αΔ + μδ₀`` by the quadratic model: Δ is the preconditioned gradient, δ₀ the previous step.
 
     A subclass says what the Fisher is (``_fisher_in``); its preconditioner has ``params``, their raw gradients ``raw``, and λ.
@@ -81,9 +82,9 @@ class QuadraticModelSteps(NeuronOptimizer):
             raise ValueError("the quadratic model of adaptive=... knows neither decay nor ascent: no weight_decay, no maximize.")
         return settings
 
+    @abstractmethod
     def _fisher_in(self, plane: list[Tensor]) -> Tensor:
         """``(δ_iᵀ F δ_j)`` ``(2, 2)`` in float64 for two vectors, given as one ``(2, *p.shape)`` per parameter."""
-        raise NotImplementedError
 
     def _update(self, group: dict[str, Any]) -> None:
         if self.adaptive is None:

@@ -13,6 +13,12 @@ from foof.study.presets import Preset, fixed, search
 from foof.study.setting import Setting
 from foof.study.tune import Search
 
+
+def label_3(method: str, damping: float) -> str:
+    """A curve of Figs. 3B-D."""
+    return f"{method}, λ = {damping:g}"
+
+
 Runs = dict[str, Search]
 MOMENTUM = (("momentum", 0.9),)
 EVERY_TEN = (("T", 10), ("S", 10))  # inverted every ten steps, statistics from all of them
@@ -27,7 +33,7 @@ FOOF_10, FOOF_BAYESIAN = "FOOF, T = 10", "FOOF, Bayesian λ"
 FOOF_EMA, FOOF_S, FOOF_MORE, FOOF_LESS = "FOOF, m = 0.999", "FOOF, S = 10", "FOOF, λ × 100", "FOOF, λ / 100"
 LARGER, LARGEST = "Natural gradient, larger D", "Natural gradient, largest D"
 DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's scale
-HEURISTIC = f"{KFAC}, λ = {DAMPINGS[0]:g}"  # what Fig. 3A shows as heuristic damping: it is the first curve of Fig. 3C
+HEURISTIC = label_3(KFAC, DAMPINGS[0])  # what Fig. 3A shows as heuristic damping: it is the first curve of Fig. 3C
 TS = (1, 10, 100)
 
 FULL_SCALE = "The paper scales its full Fisher in a way of its own, which it does not give: our lr and λ are from a search on fewer images."
@@ -157,10 +163,6 @@ def fig3a(p: Preset, d: str) -> Runs:
         lrs, dampings, also = (3e-4, 1e-3), (1e-3, 1e-2), ((1e-4, 1e-4),)
         searches = {k: replace(s, lrs=lrs, dampings=dampings, also=also, damping_every=1) for k, s in searches.items()}
     return {KFAC: _kfac(p, d), HEURISTIC: fig3c(p, d)[HEURISTIC], **searches, SGD: _sgd(p, d)}
-
-
-def label_3(method: str, damping: float) -> str:
-    return f"{method}, λ = {damping:g}"
 
 
 def fig3b(p: Preset, d: str) -> Runs:
