@@ -16,7 +16,7 @@ from foof.study.claims import CLAIMS
 from foof.study.drawings import compare
 from foof.study.experiments import chosen, committed, conduct, experiments_of, recall, remembered
 from foof.study.presets import PRESETS
-from foof.study.rules import QUANTITIES, All, Between, Bound, Lower, Similar, Term, decide, end_loss
+from foof.study.rules import QUANTITIES, All, Between, Bound, Lower, Similar, Term, decide
 from foof.study.runs import FOOF, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
 from foof.study.setting import Record, Setting
 from foof.study.store import Store
@@ -91,10 +91,10 @@ def tuned(label, losses, searched=True, **final):
 def test_the_end_loss_is_the_mean_of_the_last_tenth():
     series = {"step": list(range(1, 1001, 10)), "loss": [float(x) for x in range(100)]}
     record = Record(Setting(steps=1000), "finished", series)
-    assert end_loss(record) == pytest.approx(sum(range(90, 100)) / 10)
-    assert end_loss(record, until=500) == pytest.approx(sum(range(45, 50)) / 5)
-    assert end_loss(Record(Setting(steps=2000), "diverged", series)) == math.inf
-    assert end_loss(Record(Setting(steps=2000), "diverged", series), until=500) == pytest.approx(47)  # it diverged later
+    assert record.end_loss() == pytest.approx(sum(range(90, 100)) / 10)
+    assert record.end_loss(until=500) == pytest.approx(sum(range(45, 50)) / 5)
+    assert Record(Setting(steps=2000), "diverged", series).end_loss() == math.inf
+    assert Record(Setting(steps=2000), "diverged", series).end_loss(until=500) == pytest.approx(47)  # it diverged later
 
 
 def test_rules_decide_beyond_the_spread_and_not_within_it():

@@ -70,6 +70,14 @@ def test_a_run_depends_on_its_setting_alone(name):
     assert run(EACH[name].but(seed=1)).series != first.series
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_short_run_is_the_beginning_of_a_long_one(name):
+    """So that a grid of short runs can be compared with longer ones."""
+    short, long = run(EACH[name].but(steps=6)), run(EACH[name])
+    assert short.series["loss"] == long.series["loss"][: len(short.series["loss"])]
+    assert short.end_loss() == long.end_loss(until=6)
+
+
 def test_a_record_survives_the_way_to_text_and_back():
     record = run(TINY.but(measure=("progress",)))
     assert Record.from_dict(record.to_dict()) == record

@@ -1,5 +1,6 @@
 """Sweeps: the same records by whatever way, nothing run twice, dead workers replaced. And the paper's search protocol."""
 
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import kills
 from foof.study import sweep as module
+from foof.study.estimate import core_seconds, plan
 from foof.study.run import run
 from foof.study.setting import Record, Setting
 from foof.study.store import Store
@@ -168,7 +170,6 @@ def test_the_ladders_of_the_paper():
 
 def bowl(lr: float, damping: float | None = None):
     """Records whose loss is least at the given place, without training."""
-    import math
 
     def run_all(settings):
         def loss(s):
@@ -198,6 +199,44 @@ def test_a_search_that_may_not_grow_says_its_best_is_on_the_edge():
     run_all = bowl(lr=3.0)
     assert tune(Search(TINY, lr_grid(0.1, 1), extend=0), run_all).on_edge
     assert not tune(Search(TINY, (1.0,)), run_all).on_edge  # a single value is a choice
+
+
+def two_phases(settings):
+    """Losses that are lowest at lr 1 in the beginning, and from step 100 on at lr 0.3."""
+
+    def record(s):
+        losses = [abs(math.log10(s.lr / (1.0 if step < 100 else 0.3))) for step in range(1, s.steps + 1)]
+        return Record(s, "finished", {"step": list(range(1, s.steps + 1)), "loss": losses}, {"train_loss": losses[-1] + 0.01 * s.seed})
+
+    return [record(s) for s in settings]
+
+
+def test_what_wins_a_short_grid_must_win_at_full_length_too():
+    asked = []
+
+    def run_all(settings):
+        asked.extend(settings)
+        return two_phases(settings)
+
+    long = TINY.but(steps=200)
+    around = Search(long, lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50)
+    found = tune(around, run_all)
+    assert (found.best.lr, found.on_edge, [r.setting.seed for r in found.records]) == (0.3, False, [0, 1, 2])
+    assert {(r.setting.lr, r.setting.steps) for r in found.tried} == {(0.1, 50), (0.3, 200), (1.0, 200)}
+    assert sorted((s.lr, s.steps, s.seed) for s in asked) == [
+        (0.1, 50, 0), (0.3, 200, 0), (0.3, 200, 1), (0.3, 200, 2), (1.0, 50, 0), (1.0, 200, 0),
+    ]  # fmt: skip
+    assert found.trial_loss(found.tried[1]) == pytest.approx(math.log10(1 / 0.3))  # at step 50, although it is longer
+
+    better = tune(Search(long.but(steps=90), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50), run_all)
+    assert (better.best.lr, better.on_edge, len(better.records)) == (1.0, True, 3)
+
+
+def test_the_plan_counts_seeds_in_full_and_the_rest_of_a_grid_in_short():
+    around = Search(TINY, lr_grid(0.1, 1), centre=(0.3, None), grid_steps=2)
+    seeds, trials = [TINY.but(lr=0.3, seed=i) for i in range(3)], [TINY.but(lr=lr, steps=2) for lr in (0.1, 1.0)]
+    assert plan([around]) == (5, pytest.approx(sum(map(core_seconds, [*seeds, *trials]))))
+    assert plan([around], [*seeds, TINY.but(lr=1.0)])[0] == 1
 
 
 def test_divergence_never_wins():

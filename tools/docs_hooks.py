@@ -14,7 +14,6 @@ from foof.study.experiments import Outcome, committed, experiments_of
 from foof.study.headline import headline
 from foof.study.presets import PRESETS, Preset
 from foof.study.report import recalled
-from foof.study.rules import end_loss
 from foof.study.verdict import spread
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -99,7 +98,7 @@ def kfac_damping() -> str:
     found: dict[tuple[str, float, Any], dict[int, float]] = {}
     for label, tuned in outcome.found.items():
         for r in (*tuned.tried, *tuned.records):
-            found.setdefault((label, r.setting.lr, r.setting.damping), {})[r.setting.seed] = end_loss(r, paper.early)
+            found.setdefault((label, r.setting.lr, r.setting.damping), {})[r.setting.seed] = r.end_loss(paper.early)
     rows = []
     for (label, lr, damping), losses in sorted(found.items(), key=lambda item: statistics.mean(item[1].values())):
         scale = paper.base.batch_size or 1

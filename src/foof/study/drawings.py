@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,13 +68,13 @@ class Bars:
 
 @dataclass(frozen=True)
 class Searched:
-    """Final loss over learning rate of everything that was tried."""
+    """Loss over learning rate of everything that was tried."""
 
-    tried: Mapping[str, Sequence[Record]]
+    searches: Found
     heading: str = "The search behind it, one seed"
 
     def figure(self) -> go.Figure:
-        return tuning_figure(self.tried, self.heading)
+        return tuning_figure(self.searches, self.heading)
 
     def svg(self) -> str:
         return ""
@@ -102,7 +102,7 @@ def _behind(panel: published.Panel | None) -> list[Curve]:
 
 
 def _searched(found: Found) -> list[Drawing]:
-    grids = {label: t.tried for label, t in found.items() if len(t.tried) > 1}
+    grids = {label: t for label, t in found.items() if len(t.tried) > 1}
     return [Searched(grids)] if grids else []
 
 

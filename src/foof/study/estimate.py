@@ -47,8 +47,11 @@ def _natural(setting: Setting, layers: list[tuple[int, int]], N: int) -> float:
 def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int, float]:
     """How many runs are left, and their core-seconds: seeds and first grids; grids that grow come on top."""
     wanted: dict[Setting, None] = {}
+    there = set(done)
     for search in searches:
         centre = search.base.but(lr=search.centre[0], damping=search.centre[1]) if search.centre else search.grid[0]
-        wanted |= dict.fromkeys([*search.grid, *(centre.but(seed=i) for i in range(search.seeds))])
-    left = [setting for setting in wanted if setting not in set(done)]
+        wanted |= dict.fromkeys(centre.but(seed=i) for i in range(search.seeds))
+        trials = zip(search.grid, search.short_grid, strict=True)
+        wanted |= dict.fromkeys(short for full, short in trials if full not in wanted and full not in there)
+    left = [setting for setting in wanted if setting not in there]
     return len(left), sum(map(core_seconds, left))

@@ -15,6 +15,7 @@ from plotly.subplots import make_subplots
 from foof.study.methods import title
 from foof.study.setting import Record, Setting
 from foof.study.toy import Toy
+from foof.study.tune import Tuned
 from foof.study.verdict import Spread
 
 # One colour per method, the same in every figure; told apart by people who see colours differently (Okabe & Ito),
@@ -168,21 +169,22 @@ def bars_figure(ours: Mapping[str, Spread], published: Mapping[str, float], head
     return style(figure, heading).update_layout(showlegend=bool(there))
 
 
-def tuning_figure(tried: Mapping[str, Sequence[Record]], heading: str) -> go.Figure:
-    """Final training loss over learning rate, one line per method (and damping); diverged runs are left out."""
+def tuning_figure(searches: Mapping[str, Tuned], heading: str) -> go.Figure:
+    """The losses that trials were judged by, over learning rate, one line per method (and damping); diverged runs are left out."""
     figure = go.Figure()
-    for label, records in tried.items():
-        dampings = list(dict.fromkeys(r.setting.damping for r in records))
+    for label, tuned in searches.items():
+        dampings = list(dict.fromkeys(r.setting.damping for r in tuned.tried))
         for damping in dampings:
-            row = [r for r in records if r.setting.damping == damping and r.score < float("inf")]
-            row.sort(key=lambda r: r.setting.lr)
+            row = sorted((r.setting.lr, tuned.trial_loss(r)) for r in tuned.tried if r.setting.damping == damping)
+            row = [(lr, loss) for lr, loss in row if loss < float("inf")]
             name = f"{label}, λ = {damping:g}" if len(dampings) > 1 and isinstance(damping, float) else label
+            name += f", at step {tuned.grid_steps:,}" if tuned.grid_steps else ""
             figure.add_scatter(
-                x=[r.setting.lr for r in row], y=[r.score for r in row], name=name, mode="lines+markers",
+                x=[lr for lr, _ in row], y=[loss for _, loss in row], name=name, mode="lines+markers",
                 line={"color": colour(label), "width": 2}, marker={"size": 8}, hovertemplate="%{y:.4g}",
             )  # fmt: skip
     figure.update_xaxes(title="learning rate", **log_axis([t for trace in figure.data for t in trace.x]))
-    figure.update_yaxes(title="final training loss", **log_axis([t for trace in figure.data for t in trace.y]))
+    figure.update_yaxes(title="training loss", **log_axis([t for trace in figure.data for t in trace.y]))
     return style(figure, heading)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from foof.study import published
 from foof.study.experiments import Outcome
 from foof.study.presets import Preset
-from foof.study.rules import Term, end_loss
+from foof.study.rules import Term
 from foof.study.runs import HEURISTIC, KFAC, RELEASED, SGD, STANDARD
 from foof.study.setting import Setting
 from foof.study.tune import Tuned
@@ -78,7 +78,7 @@ def _sentence(a: Outcome, losses: dict[str, Spread], until: int) -> str:
 def at_setting_of(tuned: Tuned, other: Setting, until: int) -> Spread | None:
     """The loss of a search's runs at another method's lr and λ, if there are any."""
     there = {r.key: r for r in (*tuned.tried, *tuned.records) if (r.setting.lr, r.setting.damping) == (other.lr, other.damping)}
-    return spread(end_loss(r, until) for r in there.values()) if there else None
+    return spread(r.end_loss(until) for r in there.values()) if there else None
 
 
 def _pair(s: Setting) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foof.study.setting import Setting
-from foof.study.tune import Search, lr_at, lr_index
+from foof.study.tune import Search, damping_at, lr_at, lr_index
 
 Pair = tuple[float, float | str | None]  # learning rate, λ
 
@@ -24,6 +24,7 @@ class Preset:
     early: int  # steps of Fig. 3
     datasets: tuple[str, ...] = ("fashion-mnist",)
     centred: bool = False  # all seeds at the paper's settings first, then a grid of one seed around them
+    grid_steps: int | None = None  # that grid's runs stop here
 
 
 PRESETS: dict[str, Preset] = {
@@ -37,25 +38,32 @@ PRESETS: dict[str, Preset] = {
         Setting(hidden=(400, 400, 400), steps=240), seeds=3, fine=True, images=100, full_steps=100, early=240,
     ),
     "paper": Preset(
-        "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs, its own settings first",
+        "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs; three seeds at its own settings first, "
+        "then shorter runs around them, the best of which goes on if it is better",
         Setting(source="full", steps=6000), seeds=3, fine=True, images=1000, full_steps=100, early=1800,
-        datasets=("fashion-mnist", "mnist"), centred=True,
+        datasets=("fashion-mnist", "mnist"), centred=True, grid_steps=1200,
     ),
 }  # fmt: skip
 
 
 def search(
-    preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1, known: bool = True
-) -> Search:
+    preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1, known: bool = True,
+    dampings: bool = False, grid_steps: int | None = None,
+) -> Search:  # fmt: skip
     """A method's search at this preset: around the paper's setting, or around one that suits the smaller study.
 
     The paper's settings are given in the library's scale: (lr/B, λ/B) of its FOOF and KFAC at batch size B. Not `known`: it is ours.
+    Learning rates are searched, and at the paper's size, where `dampings` are too, one λ on either side: a hundredth of it with a
+    tenth of the learning rate, and a hundred times both.
     """
     lr, damping = paper if preset.centred or quick is None else quick
     lrs = tuple(lr_at(lr_index(lr) + i) for i in (-1, 0, 1)) if preset.fine else (lr,)
     if preset.centred:
-        centre = (lr, damping)
-        return Search(setting, lrs, (damping,), extend=0, seeds=preset.seeds, centre=centre, known=known, urgency=urgency)
+        also: tuple[Pair, ...] = ()
+        if dampings and isinstance(damping, float):
+            also = ((lr_at(lr_index(lr) - 2), damping_at(damping, -2)), (lr_at(lr_index(lr) + 4), damping_at(damping, 2)))
+        return Search(setting, lrs, (damping,), extend=0, seeds=preset.seeds, centre=(lr, damping), known=known, urgency=urgency,
+                      also=also, grid_steps=grid_steps or preset.grid_steps)  # fmt: skip
     return Search(setting, lrs, (damping,), seeds=preset.seeds)
 
 

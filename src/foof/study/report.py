@@ -49,6 +49,7 @@ def _row(label: str, tuned: Tuned, until: int | None) -> dict[str, str]:
     best, diverged = tuned.best, sum(r.status == "diverged" for r in tuned.tried)
     damping = f"{best.damping:g}" if isinstance(best.damping, float) else best.damping or "–"
     tried = f"{len(tuned.tried)}" + (f", {diverged} diverged" if diverged else "")
+    tried += f", compared at step {tuned.grid_steps:,}" if tuned.grid_steps and len(tuned.tried) > 1 else ""
     return {
         "curve": label,
         "training loss": str(Term(label).spread({label: tuned}, until)),

@@ -20,19 +20,6 @@ Found = Mapping[str, Tuned]  # what each search of an experiment found; those wi
 ONE_SEED = 0.25  # stands in for a relative deviation nobody has measured
 
 
-def end_loss(record: Record, until: int | None = None) -> float:
-    """Mean of the logged mini-batch losses over the last tenth of the steps (up to `until`); infinite if the run diverged.
-
-    Losses are logged before the update, every ten steps; the last tenth is what `paper/figures.md` gives for each published curve.
-    """
-    steps, losses = record.series["step"], record.series["loss"]
-    last = min(until or record.setting.steps, record.setting.steps)
-    if record.status != "finished" and (not steps or steps[-1] <= last):
-        return math.inf
-    tail = [y for x, y in zip(steps, losses, strict=True) if 0.9 * last < x <= last]
-    return statistics.fmean(tail) if tail else math.nan
-
-
 def _mean_of(name: str, late: bool) -> Callable[[Record, int | None], float]:
     """Mean of a measured series: all of it, or its second half."""
 
@@ -61,7 +48,7 @@ class Quantity:
 
 
 QUANTITIES: dict[str, Quantity] = {
-    "loss": Quantity("training loss", end_loss),
+    "loss": Quantity("training loss", Record.end_loss),
     "train_loss": Quantity("loss on all training images", _final("train_loss")),
     "test_accuracy": Quantity("test accuracy", _final("test_accuracy"), 100, " %"),
     "similarity": Quantity("cosine with FOOF's update", _mean_of("similarity", late=True)),

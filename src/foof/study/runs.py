@@ -35,6 +35,7 @@ LARGER, LARGEST = "Natural gradient, larger D", "Natural gradient, largest D"
 DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's scale
 HEURISTIC = label_3(KFAC, DAMPINGS[0])  # what Fig. 3A shows as heuristic damping: it is the first curve of Fig. 3C
 TS = (1, 10, 100)
+FULL_GRID = 20  # steps of the grids of full Fishers, of which one takes ten seconds and more
 
 FULL_SCALE = "The paper scales its full Fisher in a way of its own, which it does not give: our lr and λ are from a search on fewer images."
 LRS_3 = "A learning rate is searched for each λ. The paper's, lr = λ, hardly train here where λ is small: it probably had another scale."
@@ -71,17 +72,19 @@ def _sgd(p: Preset, d: str) -> Search:
 
 
 def _kfac(p: Preset, d: str) -> Search:
-    return search(p, base(p, d).but(optimizer="kfac", options=EVERY_TEN), (3e-3, 1e-2), (1e-2, 1e-2), urgency=0)
+    return search(p, base(p, d).but(optimizer="kfac", options=EVERY_TEN), (3e-3, 1e-2), (1e-2, 1e-2), urgency=0, dampings=True)
 
 
 def _foof(p: Preset, d: str, T: int = 100, **options: float) -> Search:
     chosen = {"T": T, "S": T, **options}
     setting = base(p, d).but(optimizer="foof", options=tuple(chosen.items()))
-    return search(p, setting, (0.3, 1.0), (1.0, 1.0), urgency=0 if T == 100 and not options else 1)
+    usual = T == 100 and not options
+    return search(p, setting, (0.3, 1.0), (1.0, 1.0), urgency=0 if usual else 1, dampings=usual)
 
 
 def _natural(p: Preset, d: str, *options: tuple[str, int | str | bool], urgency: int = 1) -> Search:
-    return search(p, base(p, d).but(optimizer="natural", options=options), (1e-5, 1e-4), (1e-4, 1e-2), urgency=urgency)
+    setting = base(p, d).but(optimizer="natural", options=options)
+    return search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=urgency, dampings=True)
 
 
 def fig1a(p: Preset, d: str) -> Runs:
@@ -110,7 +113,7 @@ def fig1d(p: Preset, d: str) -> Runs:
     full = full_batch(p, d)
     return {
         KFAC: search(p, full.but(optimizer="kfac", options=THIS_BATCH), (3e-5, 1e-7), (1e-3, 1e-4), known=False),
-        NATURAL_FULL: search(p, full.but(optimizer="natural", options=(("fisher", "full"),)), (0.1, 0.1)),
+        NATURAL_FULL: search(p, full.but(optimizer="natural", options=(("fisher", "full"),)), (0.1, 0.1), grid_steps=FULL_GRID),
         NATURAL_MC: search(p, full.but(optimizer="natural"), (0.1, 1.0), (0.1, 1.0)),
         SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None)),
     }  # fmt: skip
@@ -123,7 +126,7 @@ def fig2a(p: Preset, d: str) -> Runs:
     natural = full.but(optimizer="natural")
     return {
         KFAC: search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3)),
-        NATURAL_FULL: search(p, natural.but(options=(("fisher", "full"),)), (0.1, 0.1), (0.3, 0.1)),
+        NATURAL_FULL: search(p, natural.but(options=(("fisher", "full"),)), (0.1, 0.1), (0.3, 0.1), grid_steps=FULL_GRID),
         NATURAL_MC: search(p, natural, (0.01, 0.01), (0.03, 0.01)),
         SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None), (0.1, None)),
     }
@@ -139,7 +142,7 @@ def fig2c(p: Preset, d: str) -> Runs:
     full = layers.but(options=(("blocks", "layer"), ("fisher", "full")))
     return {
         KFAC: fig1d(p, d)[KFAC],
-        BY_LAYER_FULL: search(p, full, (0.03, 0.1)),
+        BY_LAYER_FULL: search(p, full, (0.03, 0.1), grid_steps=FULL_GRID),
         BY_LAYER_MC: search(p, layers, (0.1, 1.0), (0.1, 1.0)),
     }
 
@@ -161,7 +164,7 @@ def fig3a(p: Preset, d: str) -> Runs:
     }
     if p.centred:
         lrs, dampings, also = (3e-4, 1e-3), (1e-3, 1e-2), ((1e-4, 1e-4),)
-        searches = {k: replace(s, lrs=lrs, dampings=dampings, also=also, damping_every=1) for k, s in searches.items()}
+        searches = {k: replace(s, lrs=lrs, dampings=dampings, also=also, damping_every=1, grid_steps=None) for k, s in searches.items()}
     return {KFAC: _kfac(p, d), HEURISTIC: fig3c(p, d)[HEURISTIC], **searches, SGD: _sgd(p, d)}
 
 
@@ -205,8 +208,10 @@ def fig4b(p: Preset, d: str) -> Runs:
 
 def fig4c(p: Preset, d: str) -> Runs:
     setting = base(p, d).but(optimizer="kfac", steps=p.early, measure=("decrease", "decrease_without"))
-    options = (*EVERY_TEN, ("measure_every", 2 * p.base.log_every))
-    return {KFAC: search(p, setting.but(options=options), (3e-3, 1e-2), (1e-2, 1e-2), urgency=0)}
+    setting = setting.but(options=(*EVERY_TEN, ("measure_every", 2 * p.base.log_every)))
+    if p.centred:  # the KFAC of Fig. 1A
+        return {KFAC: fixed(p, setting.but(lr=3e-3, damping=1e-2), urgency=0)}
+    return {KFAC: search(p, setting, (3e-3, 1e-2), (1e-2, 1e-2), urgency=0)}
 
 
 def appendix_i(p: Preset, d: str) -> Runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -111,6 +112,18 @@ class Record:
         """Final training loss, the quantity settings are chosen by. Divergence is the worst score."""
         loss = self.final.get("train_loss", math.inf)
         return loss if self.status == "finished" and math.isfinite(loss) else math.inf
+
+    def end_loss(self, until: int | None = None) -> float:
+        """Mean of the logged mini-batch losses over the last tenth of the steps (up to `until`); infinite if the run diverged.
+
+        Losses are logged before the update, every ten steps; the last tenth is what `paper/figures.md` gives for each published curve.
+        """
+        steps, losses = self.series["step"], self.series["loss"]
+        last = min(until or self.setting.steps, self.setting.steps)
+        if self.status != "finished" and (not steps or steps[-1] <= last):
+            return math.inf
+        tail = [y for x, y in zip(steps, losses, strict=True) if 0.9 * last < x <= last]
+        return statistics.fmean(tail) if tail else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         return _plain(asdict(self))

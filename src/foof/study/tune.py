@@ -36,6 +36,11 @@ def lr_grid(low: float, high: float) -> tuple[float, ...]:
     return tuple(lr_at(i) for i in range(lr_index(low), lr_index(high) + 1))
 
 
+def damping_at(damping: float, decades: int) -> float:
+    """A power of ten some decades further, as the exact decimal."""
+    return float(f"1e{round(math.log10(damping)) + decades}")
+
+
 def damping_grid(low: float, high: float, every: int = 2) -> tuple[float, ...]:
     """Powers of ten from `low` to `high`, every second one as in the paper, or every one."""
     return tuple(float(f"1e{i}") for i in range(round(math.log10(low)), round(math.log10(high)) + 1, every))
@@ -48,6 +53,9 @@ class Search:
     A single damping is a choice, not a grid: it is never extended. So is a single learning rate.
     With a `centre` (lr, λ), all seeds are run there first, and it stands until the grid around it is complete. It is `known` if a
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
+
+    With `grid_steps`, runs of the grid stop there, and are compared by their mini-batch losses just before (longer runs too: a
+    short run is the beginning of a long one). The best of them is run to its end, and replaces the centre if it ends below it.
     """
 
     base: Setting
@@ -60,11 +68,17 @@ class Search:
     known: bool = True
     urgency: int = 0  # of several searches, lower ones are run first
     also: tuple[tuple[float, float | str | None], ...] = ()  # pairs (lr, λ) beyond the grid's rectangle: its edge
+    grid_steps: int | None = None  # None: all steps
 
     @property
     def grid(self) -> list[Setting]:
         pairs = [(lr, damping) for damping in self.dampings for lr in self.lrs]
         return [self.base.but(lr=lr, damping=damping) for lr, damping in dict.fromkeys([*pairs, *self.also])]
+
+    @property
+    def short_grid(self) -> list[Setting]:
+        """The grid's settings as they are run: none longer than `grid_steps`."""
+        return [s.but(steps=min(s.steps, self.grid_steps or s.steps)) for s in self.grid]
 
     @property
     def searched(self) -> bool:
@@ -77,7 +91,7 @@ class Search:
         return replace(
             self,
             lrs=_grow(self.lrs, best.lr, lambda x, way: lr_at(lr_index(x) + way)),
-            dampings=_grow(self.dampings, best.damping, lambda x, way: float(f"1e{round(math.log10(x)) + way * by}")),
+            dampings=_grow(self.dampings, best.damping, lambda x, way: damping_at(x, way * by)),
         )
 
 
@@ -91,6 +105,11 @@ class Tuned:
     on_edge: bool  # the best lies on an edge of the grid that was not extended further
     searched: bool = True  # the settings come from a search, here or in the paper
     grid_done: bool = True  # all of the grid has been run
+    grid_steps: int | None = None  # where `tried` were compared; None: at their ends
+
+    def trial_loss(self, record: Record) -> float:
+        """What one of `tried` was judged by."""
+        return _trial_loss(record, self.grid_steps)
 
 
 @dataclass(frozen=True)
@@ -112,25 +131,42 @@ def _grow(values: tuple, best: object, move: Callable[[float, int], float]) -> t
 
 def look(search: Search, get: Get) -> Look:
     """The protocol as a function of what is known: centre, grid (extended where its best lies on an edge), winner's seeds."""
+    centre = None
     if search.centre is not None:
         lr, damping = search.centre
-        found = _seeds(search, search.base.but(lr=lr, damping=damping), get, search.known)
+        centre = search.base.but(lr=lr, damping=damping)
+        found = _seeds(search, centre, get, search.known)
         if found.missing:
             return found
     current, rounds = search, 0
     while True:
-        tried = [record for setting in current.grid if (record := get(setting))]
-        if missing := tuple(s for s in current.grid if get(s) is None):
-            known = found.tuned if search.centre is not None else None
-            return Look(missing, known and replace(known, tried=tuple(tried)))
-        wider = current.around(_best(tried))
+        trials, missing = _trials(current, get)
+        known = found.tuned and replace(found.tuned, tried=tuple(trials.values()), grid_steps=search.grid_steps) if centre else None
+        if missing:
+            return Look(missing, known)
+        best = min(trials, key=lambda s: _trial_loss(trials[s], search.grid_steps))
+        wider = current.around(best)
         if wider == current or rounds == search.extend:
             break
         current, rounds = wider, rounds + 1
-    best = _best(tried)
-    found, edge = _seeds(search, best, get, search.searched), wider != current or (best.lr, best.damping) in search.also
-    done = found.tuned and replace(found.tuned, tried=tuple(tried), on_edge=edge, grid_done=True)
+    if search.grid_steps and centre:  # trials were short: what wins them must win at full length too
+        if get(best) is None:
+            return Look((best,), known)
+        best = min((centre, best), key=lambda s: record.score if (record := get(s)) else math.inf)
+    found, edge = _seeds(search, best, get, search.searched), current.around(best) != current or (best.lr, best.damping) in search.also
+    tried = tuple(trials.values())
+    done = found.tuned and replace(found.tuned, tried=tried, on_edge=edge, grid_done=True, grid_steps=search.grid_steps)
     return Look(found.missing, done)
+
+
+def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Setting, ...]]:
+    """Records of a grid by setting, full ones where there are, and the runs that are missing."""
+    found = {full: record for full, short in zip(search.grid, search.short_grid, strict=True) if (record := get(full) or get(short))}
+    return found, tuple(short for full, short in zip(search.grid, search.short_grid, strict=True) if full not in found)
+
+
+def _trial_loss(record: Record, grid_steps: int | None) -> float:
+    return record.score if grid_steps is None else record.end_loss(grid_steps)
 
 
 def _seeds(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
@@ -151,10 +187,6 @@ def tune_all(searches: Mapping[str, Search], run_all: RunAll) -> dict[str, Tuned
             return {name: found.tuned for name, found in looks.items() if found.tuned}
         wanted.sort(key=lambda job: job[:2])
         known |= {r.setting: r for r in run_all(list(dict.fromkeys(s for *_, s in wanted)))}
-
-
-def _best(records: Sequence[Record]) -> Setting:
-    return min(records, key=lambda r: r.score).setting
 
 
 def tune(search: Search, run_all: RunAll) -> Tuned:
