@@ -1,4 +1,4 @@
-"""Random layers with inputs that fit them: the configurations every method is tested over."""
+"""What is tested over: random layers with inputs that fit them, small networks, and optimizers with a loop to train them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from itertools import pairwise
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+
+import foof
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -85,3 +87,47 @@ def cnn(channels: int = 2, classes: int = 3) -> nn.Sequential:
 def flat(model: nn.Module) -> Tensor:
     """All parameters as one vector."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+OPTIMIZERS = {
+    "foof": lambda model: foof.FOOF(model, lr=0.1, damping=0.1, momentum=0.9, weight_decay=0.01, T=4, S=2),
+    "foof-cholesky": lambda model: foof.FOOF(model, lr=0.3, damping=0.1, T=1),
+    "sgd": lambda model: foof.precondition(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, damping=0.1, T=4),
+    "adamw": lambda model: foof.precondition(torch.optim.AdamW(model.parameters(), lr=0.03), model, damping=0.1, T=3, S=1),
+    "muon": lambda model: foof.precondition(
+        torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1), model, damping=0.1, T=3
+    ),
+    "kfac": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, momentum=0.9, weight_decay=0.01, T=4, S=2),
+    "kfac-cholesky": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=1),
+    "kfac-standard": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, damping_mode="standard", T=3, S=1),
+    "kfac-full": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="full", T=3),
+    "kfac-empirical": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="empirical", T=3),
+    "kfac-subsampled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, ema=0.0, samples=2, datapoints=4, T=2),
+    "kfac-adaptive": lambda model: foof.KFAC(model, damping=0.1, T=2, adaptive=True),
+    "kfac-deferred": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, deferred=True),
+    "kfac-drop-scaled": lambda model: foof.KFAC(model, lr=0.2, damping=0.1, T=3, second_factor="drop-scaled"),
+    "kfac-drop-rescaled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, second_factor="drop-rescaled"),
+    "kfac-adamw": lambda model: foof.precondition(
+        torch.optim.AdamW(model.parameters(), lr=0.03), model, method="kfac", damping=0.1, T=3
+    ),
+}
+
+
+def batch(number, size=6):
+    g = torch.Generator().manual_seed(number)
+    return torch.randn(size, 4, generator=g), torch.randint(0, 3, (size,), generator=g)
+
+
+def train(model, opt, steps, start=0):
+    for t in range(start, start + steps):
+        x, y = batch(t)
+        opt.zero_grad()
+        out = model(x)
+        opt.update_curvature(out, y)
+        nn.functional.cross_entropy(out, y).backward()
+        opt.step()
+
+
+def norm_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -1,9 +1,7 @@
-"""FOOF and precondition as optimizers: schedule, checkpoints, the training stack, bad input."""
+"""FOOF and precondition as optimizers: schedule, options, the training stack."""
 
 import copy
-import io
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -11,123 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import foof
-from cases import cnn, flat, mlp
+from cases import OPTIMIZERS, batch, cnn, flat, mlp, norm_net, train
 from oracle import relative_error
-
-OPTIMIZERS = {
-    "foof": lambda model: foof.FOOF(model, lr=0.1, damping=0.1, momentum=0.9, weight_decay=0.01, T=4, S=2),
-    "foof-cholesky": lambda model: foof.FOOF(model, lr=0.3, damping=0.1, T=1),
-    "sgd": lambda model: foof.precondition(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, damping=0.1, T=4),
-    "adamw": lambda model: foof.precondition(torch.optim.AdamW(model.parameters(), lr=0.03), model, damping=0.1, T=3, S=1),
-    "muon": lambda model: foof.precondition(
-        torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1), model, damping=0.1, T=3
-    ),
-    "kfac": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, momentum=0.9, weight_decay=0.01, T=4, S=2),
-    "kfac-cholesky": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=1),
-    "kfac-standard": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, damping_mode="standard", T=3, S=1),
-    "kfac-full": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="full", T=3),
-    "kfac-empirical": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="empirical", T=3),
-    "kfac-subsampled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, ema=0.0, samples=2, datapoints=4, T=2),
-    "kfac-adaptive": lambda model: foof.KFAC(model, damping=0.1, T=2, adaptive=True),
-    "kfac-deferred": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, deferred=True),
-    "kfac-drop-scaled": lambda model: foof.KFAC(model, lr=0.2, damping=0.1, T=3, second_factor="drop-scaled"),
-    "kfac-drop-rescaled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, second_factor="drop-rescaled"),
-    "kfac-adamw": lambda model: foof.precondition(
-        torch.optim.AdamW(model.parameters(), lr=0.03), model, method="kfac", damping=0.1, T=3
-    ),
-}
-
-
-def batch(number, size=6):
-    g = torch.Generator().manual_seed(number)
-    return torch.randn(size, 4, generator=g), torch.randint(0, 3, (size,), generator=g)
-
-
-def train(model, opt, steps, start=0):
-    for t in range(start, start + steps):
-        x, y = batch(t)
-        opt.zero_grad()
-        out = model(x)
-        opt.update_curvature(out, y)
-        nn.functional.cross_entropy(out, y).backward()
-        opt.step()
-
-
-def norm_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def save_and_load(state):
-    """Through a file, with nothing but tensors and plain containers allowed."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("initialised", [True, False])
-def test_resume_is_bitwise_at_any_step(name, initialised):
-    straight = norm_net()
-    opt = OPTIMIZERS[name](straight)
-    attached = opt.preconditioner
-    if initialised:
-        attached.initialise([batch(100 + k) for k in range(3)])
-    saved = []
-    for t in range(11):
-        saved.append(save_and_load({"model": straight.state_dict(), "opt": opt.state_dict()}))
-        train(straight, opt, 1, t)
-    for t, state in enumerate(saved):
-        model = norm_net()
-        resumed = OPTIMIZERS[name](model)
-        model.load_state_dict(state["model"])
-        resumed.load_state_dict(state["opt"])
-        train(model, resumed, 11 - t, t)
-        assert torch.equal(flat(model), flat(straight)), f"resumed at step {t}"
-
-
-ENUMERATED = {  # another precision would draw other labels
-    "foof": OPTIMIZERS["foof"],
-    "foof-cholesky": OPTIMIZERS["foof-cholesky"],
-    "kfac": OPTIMIZERS["kfac-full"],
-    "kfac-standard": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, fisher="full", damping_mode="standard", T=3, S=1),
-    "kfac-deferred": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, fisher="full", deferred=True, T=3, S=1),
-    "natural": lambda model: foof.NaturalGradient(model, lr=0.05, damping=0.1, fisher="full", T=4),
-}
-
-
-@pytest.mark.parametrize("name", ENUMERATED)
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
-def test_a_checkpoint_of_another_precision_goes_on_in_that_of_the_model(name, dtypes):
-    state, ends = None, []
-    for dtype in (*dtypes, dtypes[0]):  # saved by the first, resumed by the other two
-        model = norm_net().to(dtype)
-        opt = ENUMERATED[name](model)
-        if state is not None:
-            model.load_state_dict(state["model"])
-            opt.load_state_dict(state["opt"])
-        for t in range(2) if state is None else range(2, 7):
-            x, y = batch(t)
-            opt.zero_grad()
-            out = model(x.to(dtype))
-            opt.update_curvature(out, y)
-            nn.functional.cross_entropy(out, y).backward()
-            opt.step()
-        state = state or save_and_load({"model": model.state_dict(), "opt": opt.state_dict()})
-        ends.append(flat(model).double())
-    assert relative_error(ends[1], ends[2]) < 1e-3
-
-
-def test_a_checkpoint_from_another_kind_of_device_starts_new_labels():
-    model = norm_net()
-    opt = foof.KFAC(model, T=2)
-    train(model, opt, 3)
-    state = opt.state_dict()
-    state["neurons"]["generator"] = torch.zeros(16, dtype=torch.uint8)  # what a CUDA generator saves
-    with pytest.warns(UserWarning, match="another kind of device"):
-        opt.load_state_dict(state)
-    train(model, opt, 3, 3)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -464,64 +347,6 @@ def test_initialise_keeps_model_and_chance_as_they_were():
     assert opt.preconditioner.blocks[0].moments["Sigma"].updates == 3
 
 
-BAD = {
-    "damping λ must be a positive": lambda m: foof.FOOF(m, damping=0.0),
-    "damping λ must be a positive, finite number, got -1": lambda m: foof.FOOF(m, damping=-1.0),
-    'positive number or "auto"': lambda m: foof.FOOF(m, damping="lots"),
-    "T is the number of steps": lambda m: foof.FOOF(m, T=0),
-    "S is how many of every T = 5": lambda m: foof.FOOF(m, T=5, S=6),
-    "ema is the decay": lambda m: foof.FOOF(m, ema=1.0),
-    "lr must be": lambda m: foof.FOOF(m, lr=-0.1),
-    "momentum must be": lambda m: foof.FOOF(m, momentum=1.0),
-    "weight_decay must be": lambda m: foof.FOOF(m, weight_decay=-1.0),
-    "rest must be one of": lambda m: foof.FOOF(m, rest="lion"),
-    "empty parameter list; give": lambda m: foof.FOOF(m, groups=[{"params": []}]),
-    "not one of this model's": lambda m: foof.FOOF(m, groups=[{"params": [nn.Parameter(torch.zeros(2))]}]),
-    "unknown options": lambda m: foof.FOOF(m, groups=[{"params": m[0].parameters(), "lrr": 1}]),
-    "groups: 1.weight, 1.bias not covered": lambda m: foof.FOOF(n := norm_net(), groups=[{"params": n[:2].parameters(), "lr": 1.0}]),
-    "no module named 'head'": lambda m: foof.FOOF(m, exclude=["head"]),
-    "no layer to cover": lambda m: foof.FOOF(nn.LayerNorm(3)),
-    "no trainable parameters": lambda m: foof.FOOF(m.requires_grad_(False)),
-    "lazy layer": lambda m: foof.FOOF(nn.LazyLinear(3)),
-    'method must be "foof"': lambda m: foof.precondition(torch.optim.SGD(m.parameters()), m, method="shampoo"),
-    "at least one batch": lambda m: foof.FOOF(m).initialise([]),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input_is_refused_and_nothing_is_half_changed(message):
-    model = mlp(4, 5, 3)
-    with pytest.raises(ValueError, match=message):
-        BAD[message](model)
-    assert not any(module._forward_hooks for module in model.modules()) or "batch" in message
-
-
-def test_complex_weights_are_refused():
-    with pytest.raises(TypeError, match="real floating-point weights"):
-        foof.FOOF(nn.Linear(2, 2, dtype=torch.complex64))
-
-
-def test_integer_weights_are_not_covered():
-    model = mlp(4, 5, 3)
-    model[0].weight = nn.Parameter(torch.zeros(5, 4, dtype=torch.int8), requires_grad=False)
-    assert "0.weight" not in foof.explain(model).covered
-
-
-def test_step_without_a_backward_pass():
-    with pytest.raises(RuntimeError, match="no gradient has reached any covered layer"):
-        foof.FOOF(mlp(4, 5, 3)).step()
-
-
-def test_a_layer_the_loss_does_not_reach_is_named():
-    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(4, 3)})
-    opt = foof.FOOF(model)
-    before = model["spare"].weight.detach().clone()
-    model["used"](batch(0)[0]).sum().backward()
-    with pytest.warns(UserWarning, match="spare: the loss does not reach this layer"):
-        opt.step()
-    assert torch.equal(model["spare"].weight, before)
-
-
 @pytest.mark.parametrize("name", ["foof", "adamw"])
 def test_a_layer_first_reached_late_starts_from_that_batch(name):
     torch.manual_seed(0)
@@ -536,73 +361,3 @@ def test_a_layer_first_reached_late_starts_from_that_batch(name):
         if t == 4:
             ones = torch.cat([x, torch.ones(6, 1)], 1)
             assert torch.allclose(opt.preconditioner.blocks[1].moments["Sigma"].value, ones.mT @ ones / 6)
-
-
-def test_a_layer_used_functionally_is_refused():
-    model = nn.ModuleDict({"used": nn.Linear(4, 4), "raw": nn.Linear(4, 3)})
-    opt = foof.FOOF(model)
-    nn.functional.linear(model["used"](batch(0)[0]), model["raw"].weight).sum().backward()
-    before = flat(model)
-    with pytest.raises(RuntimeError, match=r"exclude=\['raw'\]"):
-        opt.step()
-    assert torch.equal(flat(model), before)
-
-
-@pytest.mark.parametrize("way", ["penalty", "functional", "none"])
-@pytest.mark.parametrize("name", ["foof", "adamw", "kfac"])
-@pytest.mark.parametrize("initialised", [True, False])
-def test_a_gradient_that_passes_a_layer_by_is_named(name, way, initialised):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    opt = OPTIMIZERS[name](model)
-    if initialised:
-        opt.preconditioner.initialise([batch(9)])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for t in range(3):
-            x, y = batch(t)
-            opt.zero_grad()
-            out = model(model[0](x))  # called twice: both come through its forward
-            opt.update_curvature(out, y)
-            if way == "functional":
-                out = out + (x @ model[0].weight.T)[:, :3]
-            loss = nn.functional.cross_entropy(out, y)
-            if way == "penalty":
-                loss = loss + 0.01 * model[0].weight.square().sum()
-            loss.backward()
-            opt.step()
-    assert ["0: part of the gradient does not come through forward()" in str(each.message) for each in told] == [True] * (way != "none")
-    assert not any(p._backward_hooks for p in model.parameters())
-
-
-def test_an_empty_first_batch_is_refused():
-    model = mlp(4, 5, 3)
-    opt = foof.FOOF(model)
-    model(torch.zeros(0, 4)).sum().backward()
-    before = flat(model)
-    with pytest.raises(ValueError, match="first batch is empty"):
-        opt.step()
-    assert torch.equal(flat(model), before)
-
-
-def test_a_checkpoint_of_another_architecture_changes_nothing():
-    opt = foof.FOOF(mlp(4, 5, 3), T=2)
-    model = mlp(4, 6, 3)
-    other = foof.FOOF(model, T=2)
-    train(model, other, 3)
-    before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match="another architecture"):
-        other.load_state_dict(opt.state_dict())
-    with pytest.raises(ValueError, match="no statistics"):
-        other.load_state_dict(torch.optim.SGD(model.parameters()).state_dict())
-    after = other.state_dict()
-    assert after["neurons"]["t"] == before["neurons"]["t"]
-    assert torch.equal(
-        after["neurons"]["blocks"]["0"]["moments"]["Sigma"]["value"], before["neurons"]["blocks"]["0"]["moments"]["Sigma"]["value"]
-    )
-
-
-def test_parameters_cannot_join_later():
-    opt = foof.FOOF(mlp(4, 5, 3))
-    with pytest.raises(ValueError, match="cannot join later"):
-        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

@@ -1,0 +1,120 @@
+"""Bad input, and gradients that pass a layer by: what is refused or warned of, and that nothing is half changed."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import foof
+from cases import OPTIMIZERS, batch, flat, mlp, norm_net
+
+BAD = {
+    "damping λ must be a positive": lambda m: foof.FOOF(m, damping=0.0),
+    "damping λ must be a positive, finite number, got -1": lambda m: foof.FOOF(m, damping=-1.0),
+    'positive number or "auto"': lambda m: foof.FOOF(m, damping="lots"),
+    "T is the number of steps": lambda m: foof.FOOF(m, T=0),
+    "S is how many of every T = 5": lambda m: foof.FOOF(m, T=5, S=6),
+    "ema is the decay": lambda m: foof.FOOF(m, ema=1.0),
+    "lr must be": lambda m: foof.FOOF(m, lr=-0.1),
+    "momentum must be": lambda m: foof.FOOF(m, momentum=1.0),
+    "weight_decay must be": lambda m: foof.FOOF(m, weight_decay=-1.0),
+    "rest must be one of": lambda m: foof.FOOF(m, rest="lion"),
+    "empty parameter list; give": lambda m: foof.FOOF(m, groups=[{"params": []}]),
+    "not one of this model's": lambda m: foof.FOOF(m, groups=[{"params": [nn.Parameter(torch.zeros(2))]}]),
+    "unknown options": lambda m: foof.FOOF(m, groups=[{"params": m[0].parameters(), "lrr": 1}]),
+    "groups: 1.weight, 1.bias not covered": lambda m: foof.FOOF(n := norm_net(), groups=[{"params": n[:2].parameters(), "lr": 1.0}]),
+    "no module named 'head'": lambda m: foof.FOOF(m, exclude=["head"]),
+    "no layer to cover": lambda m: foof.FOOF(nn.LayerNorm(3)),
+    "no trainable parameters": lambda m: foof.FOOF(m.requires_grad_(False)),
+    "lazy layer": lambda m: foof.FOOF(nn.LazyLinear(3)),
+    'method must be "foof"': lambda m: foof.precondition(torch.optim.SGD(m.parameters()), m, method="shampoo"),
+    "at least one batch": lambda m: foof.FOOF(m).initialise([]),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_refused_and_nothing_is_half_changed(message):
+    model = mlp(4, 5, 3)
+    with pytest.raises(ValueError, match=message):
+        BAD[message](model)
+    assert not any(module._forward_hooks for module in model.modules()) or "batch" in message
+
+
+def test_complex_weights_are_refused():
+    with pytest.raises(TypeError, match="real floating-point weights"):
+        foof.FOOF(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+def test_integer_weights_are_not_covered():
+    model = mlp(4, 5, 3)
+    model[0].weight = nn.Parameter(torch.zeros(5, 4, dtype=torch.int8), requires_grad=False)
+    assert "0.weight" not in foof.explain(model).covered
+
+
+def test_step_without_a_backward_pass():
+    with pytest.raises(RuntimeError, match="no gradient has reached any covered layer"):
+        foof.FOOF(mlp(4, 5, 3)).step()
+
+
+def test_a_layer_the_loss_does_not_reach_is_named():
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(4, 3)})
+    opt = foof.FOOF(model)
+    before = model["spare"].weight.detach().clone()
+    model["used"](batch(0)[0]).sum().backward()
+    with pytest.warns(UserWarning, match="spare: the loss does not reach this layer"):
+        opt.step()
+    assert torch.equal(model["spare"].weight, before)
+
+
+def test_a_layer_used_functionally_is_refused():
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "raw": nn.Linear(4, 3)})
+    opt = foof.FOOF(model)
+    nn.functional.linear(model["used"](batch(0)[0]), model["raw"].weight).sum().backward()
+    before = flat(model)
+    with pytest.raises(RuntimeError, match=r"exclude=\['raw'\]"):
+        opt.step()
+    assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("way", ["penalty", "functional", "none"])
+@pytest.mark.parametrize("name", ["foof", "adamw", "kfac"])
+@pytest.mark.parametrize("initialised", [True, False])
+def test_a_gradient_that_passes_a_layer_by_is_named(name, way, initialised):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    opt = OPTIMIZERS[name](model)
+    if initialised:
+        opt.preconditioner.initialise([batch(9)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for t in range(3):
+            x, y = batch(t)
+            opt.zero_grad()
+            out = model(model[0](x))  # called twice: both come through its forward
+            opt.update_curvature(out, y)
+            if way == "functional":
+                out = out + (x @ model[0].weight.T)[:, :3]
+            loss = nn.functional.cross_entropy(out, y)
+            if way == "penalty":
+                loss = loss + 0.01 * model[0].weight.square().sum()
+            loss.backward()
+            opt.step()
+    assert ["0: part of the gradient does not come through forward()" in str(each.message) for each in told] == [True] * (way != "none")
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_an_empty_first_batch_is_refused():
+    model = mlp(4, 5, 3)
+    opt = foof.FOOF(model)
+    model(torch.zeros(0, 4)).sum().backward()
+    before = flat(model)
+    with pytest.raises(ValueError, match="first batch is empty"):
+        opt.step()
+    assert torch.equal(flat(model), before)
+
+
+def test_parameters_cannot_join_later():
+    opt = foof.FOOF(mlp(4, 5, 3))
+    with pytest.raises(ValueError, match="cannot join later"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
