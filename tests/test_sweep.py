@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -228,6 +229,10 @@ def test_what_wins_a_short_grid_must_win_at_full_length_too():
     ]  # fmt: skip
     assert found.trial_loss(found.tried[1]) == pytest.approx(math.log10(1 / 0.3))  # at step 50, although it is longer
 
+    def bursting(settings):  # the second seed of what wins
+        return [replace(r, status="diverged") if (r.setting.lr, r.setting.seed) == (1.0, 1) else r for r in two_phases(settings)]
+
+    assert tune(Search(long.but(steps=90), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50), bursting).best.lr == 0.3
     better = tune(Search(long.but(steps=90), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50), run_all)
     assert (better.best.lr, better.on_edge, len(better.records)) == (1.0, True, 3)
 

@@ -7,6 +7,7 @@ final training loss; then three seeds for the winner.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,7 +56,7 @@ class Search:
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
     With `grid_steps`, runs of the grid stop there, and are compared by their mini-batch losses just before (longer runs too: a
-    short run is the beginning of a long one). The best of them is run to its end, and replaces the centre if it ends below it.
+    short run is the beginning of a long one). The best of them replaces the centre if it ends below it, with all seeds.
     """
 
     base: Setting
@@ -149,10 +150,10 @@ def look(search: Search, get: Get) -> Look:
         if wider == current or rounds == search.extend:
             break
         current, rounds = wider, rounds + 1
-    if search.grid_steps and centre:  # trials were short: what wins them must win at full length too
-        if get(best) is None:
-            return Look((best,), known)
-        best = min((centre, best), key=lambda s: record.score if (record := get(s)) else math.inf)
+    if centre and best != centre:
+        if missing := _missing_to_replace(search, centre, best, get):
+            return Look(missing, known)
+        best = min((centre, best), key=lambda s: _mean_score(search, s, get))
     found, edge = _seeds(search, best, get, search.searched), current.around(best) != current or (best.lr, best.damping) in search.also
     tried = tuple(trials.values())
     done = found.tuned and replace(found.tuned, tried=tried, on_edge=edge, grid_done=True, grid_steps=search.grid_steps)
@@ -163,6 +164,20 @@ def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Sett
     """Records of a grid by setting, full ones where there are, and the runs that are missing."""
     found = {full: record for full, short in zip(search.grid, search.short_grid, strict=True) if (record := get(full) or get(short))}
     return found, tuple(short for full, short in zip(search.grid, search.short_grid, strict=True) if full not in found)
+
+
+def _missing_to_replace(search: Search, centre: Setting, best: Setting, get: Get) -> tuple[Setting, ...]:
+    """Runs that decide whether the best trial replaces the centre: one at full length, and all seeds if that ends below."""
+    first, before = get(best), get(centre)
+    if first is None:
+        return (best,)
+    return _seeds(search, best, get, True).missing if before and first.score < before.score else ()
+
+
+def _mean_score(search: Search, setting: Setting, get: Get) -> float:
+    """Over all seeds; infinite where one is missing or has diverged."""
+    records = [get(setting.but(seed=i)) for i in range(search.seeds)]
+    return statistics.fmean(r.score if r else math.inf for r in records)
 
 
 def _trial_loss(record: Record, grid_steps: int | None) -> float:
