@@ -120,6 +120,17 @@ def test_rules_decide_beyond_the_spread_and_not_within_it():
     assert decide(Lower(a, b), {**found, **tuned("b", [3.0, 3.3], searched=False)}, None).ruling is Ruling.UNDECIDED
 
 
+def test_curves_of_different_lengths_are_compared_where_the_shorter_ends():
+    def falls(label, steps, start):  # by 1/100 every step
+        series = {"step": list(range(1, steps + 1)), "loss": [start - x / 100 for x in range(1, steps + 1)]}
+        records = tuple(Record(Setting(steps=steps, seed=i, log_every=1), "finished", series) for i in range(2))
+        return {label: Tuned(records[0].setting, records, records[:1], False)}
+
+    found = {**falls("long", 100, 2.0), **falls("short", 10, 1.8)}
+    assert decide(Lower(Term("short"), Term("long")), found, None).ruling is Ruling.HOLDS  # 1.7 and 1.9 at step 10
+    assert decide(Similar(Term("short"), Term("long"), 1.2), found, None).ruling is Ruling.HOLDS
+
+
 @pytest.mark.parametrize(("losses", "ruling"), [([math.inf, math.inf], Ruling.HOLDS), ([math.inf, 1.0], Ruling.UNDECIDED)])
 def test_divergence_is_worse_than_any_loss_if_all_seeds_diverge(losses, ruling):
     found = {**tuned("a", [1.0, 1.1]), **tuned("b", losses)}

@@ -32,16 +32,17 @@ def core_seconds(setting: Setting) -> float:
     if setting.option("damping_mode") == "standard" or setting.optimizer == "kfac-transposed":
         work += sum(2 * m * n * (m + n) + EIGEN * (m**3 + n**3) / T for m, n in layers)
     if kind == "natural":
-        work += _natural(setting, layers, N) / T
+        columns = setting.option("fisher_batch", N) * (9 if setting.option("fisher") == "full" else 1)
+        work += 4 * columns * weights + _natural(setting, layers, N, columns) / T
     return setting.steps * (work / RATE + TOUCH * weights)
 
 
-def _natural(setting: Setting, layers: list[tuple[int, int]], N: int) -> float:
-    """Per new Fisher: passes over its datapoints, the Gram matrix of all columns, and its factorisation."""
+def _natural(setting: Setting, layers: list[tuple[int, int]], N: int, columns: int) -> float:
+    """Per new Fisher: passes over its datapoints, the Gram matrix of all columns, and its factorisation, by layer one for each."""
     D = setting.option("fisher_batch", N)
-    columns = D * (9 if setting.option("fisher") == "full" else 1)
-    gram = sum(2 * columns * columns * (n + m * D / columns) for m, n in layers)
-    return 6 * columns * sum(m * n for m, n in layers) + gram + columns**3 / 3
+    gram = sum(columns * columns * (n + m * D / columns) for m, n in layers)
+    factors = len(layers) if setting.option("blocks") == "layer" else 1
+    return 6 * columns * sum(m * n for m, n in layers) + gram + factors * columns**3 / 3
 
 
 def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int, float]:

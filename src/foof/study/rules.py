@@ -102,6 +102,12 @@ def _times(s: Spread, factor: float) -> Spread:
     return replace(s, mean=factor * s.mean, deviation=factor * s.deviation)
 
 
+def _both(a: Term, b: Term, found: Found, until: int | None) -> int | None:
+    """Curves of different lengths are compared where the shorter one ends."""
+    ends = {found[term.label].best.steps for term in (a, b)}
+    return until if len(ends) == 1 else min(*ends, until or min(ends))
+
+
 @dataclass(frozen=True)
 class Lower:
     """`by` times a lies below b."""
@@ -122,6 +128,7 @@ class Lower:
         return f"{title}: {factor}{self.a.label} below {self.b.label}"
 
     def judge(self, found: Found, until: int | None) -> Measured:
+        until = _both(self.a, self.b, found, until)
         a, b = self.a.spread(found, until), self.b.spread(found, until)
         ratio = b.mean / a.mean if a.mean and math.isfinite(a.mean) else math.nan
         says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
@@ -149,6 +156,7 @@ class Similar:
         return f"{QUANTITIES[self.a.quantity].title}: {self.a.label} and {self.b.label} within a factor of {self.within:g}"
 
     def judge(self, found: Found, until: int | None) -> Measured:
+        until = _both(self.a, self.b, found, until)
         a, b = self.a.spread(found, until), self.b.spread(found, until)
         text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {b.mean / a.mean if a.mean else math.nan:.3g}"
         ways = [lower(_with_margin(x), _times(_with_margin(y), self.within)) for x, y in ((a, b), (b, a))]
