@@ -32,6 +32,48 @@ def test_training_lowers_the_loss(name):
     assert loss().item() < 0.5 * before
 
 
+class TiedWeights(nn.Module):
+    """Two layers with one weight and a bias each, or with one of them."""
+
+    def __init__(self, biases):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head = nn.Linear(4, 4, bias="a" in biases), nn.Linear(4, 4, bias="b" in biases), nn.Linear(4, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+@pytest.mark.parametrize("biases", ["ab", "a", "b"])
+@pytest.mark.parametrize("name", ["foof", "kfac", "kfac-deferred", "natural", "sgd"])
+def test_biases_of_layers_that_tie_only_their_weight_are_stepped_by_the_rest(name, biases):
+    """Their gradients are plain, on the first step and on later ones."""
+    rest = {"name": "sgd", "lr": 0.1}
+    make = {
+        "foof": lambda m: foof.FOOF(m, rest=rest),
+        "kfac": lambda m: foof.KFAC(m, rest=rest),
+        "kfac-deferred": lambda m: foof.KFAC(m, rest=rest, deferred=True),
+        "natural": lambda m: foof.NaturalGradient(m, rest=rest),
+        "sgd": lambda m: foof.precondition(torch.optim.SGD(m.parameters(), lr=0.1), m),
+    }
+    model = TiedWeights(biases).double()
+    opt = make[name](model)
+    assert sorted(opt.preconditioner.rest) == [f"{each}.bias" for each in biases]
+    for t in range(3):
+        x, y = batch(t)
+        x, twin = x.double(), copy.deepcopy(model)
+        nn.functional.cross_entropy(twin(x), y).backward()
+        opt.zero_grad()
+        out = model(x)
+        opt.update_curvature(out)
+        nn.functional.cross_entropy(out, y).backward()
+        opt.step()
+        for each in biases:
+            ours, theirs = model.get_submodule(each).bias, twin.get_submodule(each).bias
+            torch.testing.assert_close(ours, theirs - 0.1 * theirs.grad)
+
+
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (3, 1), (4, 2), (5, 5)])
 def test_slow_twin_of_algorithm_1(T, S):
     """Algorithm 1 line by line on a linear model, beside FOOF, step by step."""

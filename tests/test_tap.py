@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from cases import KINDS, cnn, mlp
-from foof.layers import covered_layers
+from foof.layers import Linear, covered_layers
 from foof.tap import Tap, backward_pass_id, existing_tap, tapped
 
 
@@ -134,6 +134,28 @@ def test_no_graph_is_kept_twice():
         out = model(x)
     assert type(out.grad_fn).__name__ == "_JunctionBackward"
     assert all("Addmm" not in type(f).__name__ for f, _ in out.grad_fn.next_functions if f is not None)
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_a_bias_that_is_not_the_layers_own_has_its_plain_gradient(kind, data):
+    layer, x = data.draw(KINDS[kind])
+    layer, x = layer.double(), x.double()
+    expected = gradients(layer, x)
+    (covered,) = covered_layers(layer)[0]
+    with tapped([type(covered)("", layer, with_bias=False)], Plain()):
+        ours = gradients(layer, x)
+    for a, b in zip(ours, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_bias_that_is_not_the_layers_own_is_none_of_the_receivers_business():
+    model, x, receiver = nn.Linear(4, 3).double(), torch.randn(6, 4, dtype=torch.float64), Plain()
+    with tapped([Linear("", model, with_bias=False)], receiver):
+        (found,) = torch.autograd.grad((model(x) ** 2).sum(), model.bias)
+    assert not receiver.passes
+    assert torch.allclose(found, 2 * model(x).sum(0))
 
 
 @pytest.mark.parametrize("wanted", ["inputs", "weight", "bias"])

@@ -83,6 +83,10 @@ class Layer(ABC):
         A, E = self.input_rows(x).flatten(-3, -2), self.error_rows(e).flatten(-3, -2)
         return E.mT @ A
 
+    def bias_gradient(self, e: Tensor) -> Tensor:
+        """The plain gradient of the bias: the errors summed over all rows, ``(G·n,)``."""
+        return self.error_rows(e).flatten(-3, -2).sum(-2).flatten()
+
     def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Weight and bias (or their gradients) as the matrix ``(n, m)`` or ``(G, n, m)``."""
         matrix = weight.reshape(self.groups, self.n, -1)

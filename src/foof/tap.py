@@ -47,28 +47,33 @@ class _Junction(torch.autograd.Function):
         layer: Layer = ctx.layer
         with torch.autocast(e.device.type, enabled=False):
             grad_x = grad_weight = grad_bias = None
-            if needs_weight and _leads_to_weight(ctx) and (matrix := ctx.receiver.receive(layer, x, e)) is not None:
+            wanted = needs_weight and (_leads_to(ctx, WEIGHT) or (layer.has_bias and _leads_to(ctx, BIAS)))
+            if wanted and (matrix := ctx.receiver.receive(layer, x, e)) is not None:
                 grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
                 if grad_bias is not None:
                     grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
+            if needs_bias and not layer.has_bias and _leads_to(ctx, BIAS):  # somebody else's: its gradient is plain
+                grad_bias = layer.bias_gradient(e).to(ctx.bias_dtype)
             if needs_x:
                 grad_x = layer.input_gradient(x.to(e.dtype), e, weight.to(e.dtype)).to(x.dtype)
         return None, grad_x, grad_weight, grad_bias, None, None
 
 
-def _leads_to_weight(node: Any) -> bool:
-    """Is the weight or the bias of a tap's node among what this backward pass is for? ``autograd.grad(loss, x)`` only passes by.
+WEIGHT, BIAS = 2, 3  # positions among the inputs of a tap's node
+
+
+def _leads_to(node: Any, position: int) -> bool:
+    """Is this input of a tap's node among what the backward pass is for? ``autograd.grad(loss, x)`` only passes the weight by.
 
     ``needs_input_grad`` tells what requires gradients, not what they are wanted of.
     """
-
-    def executes(following: Any) -> bool:
-        try:
-            return torch._C._will_engine_execute_node(following)
-        except RuntimeError:  # torch's answer for a leaf that autograd.grad() has been asked for
-            return True
-
-    return any(following is not None and executes(following) for following, _ in node.next_functions[2:])
+    following = node.next_functions[position][0] if position < len(node.next_functions) else None
+    if following is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(following)
+    except RuntimeError:  # torch's answer for a leaf that autograd.grad() has been asked for
+        return True
 
 
 class Hook:
@@ -104,7 +109,7 @@ class Tap(Hook):
             )
         self.fired = True
         x = args[0] if args else next(iter(kwargs.values()))
-        return _Junction.apply(out.detach(), x, weight, module.bias if layer.has_bias else None, layer, receiver)
+        return _Junction.apply(out.detach(), x, weight, getattr(module, "bias", None), layer, receiver)
 
     @property
     def receiver(self) -> Receiver | None:
