@@ -114,6 +114,78 @@ def test_an_empty_first_batch_is_refused():
     assert torch.equal(flat(model), before)
 
 
+CHANGING = {
+    "foof": lambda m: foof.FOOF(m, T=1),
+    "kfac": lambda m: foof.KFAC(m, T=1),
+    "kfac-deferred": lambda m: foof.KFAC(m, T=1, deferred=True),
+    "natural": foof.NaturalGradient,
+    "sgd": lambda m: foof.precondition(torch.optim.SGD(m.parameters(), lr=0.1), m, T=1),
+    "kfac-sgd": lambda m: foof.precondition(torch.optim.SGD(m.parameters(), lr=0.1), m, method="kfac", T=1),
+}
+
+
+def one_step(model, opt, number):
+    x, y = batch(number)
+    opt.zero_grad()
+    out = model(x)
+    opt.update_curvature(out)
+    nn.functional.cross_entropy(out, y).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("name", ["foof", "kfac", "natural"])
+@pytest.mark.parametrize("what", ["0", "2.bias"])
+def test_what_was_frozen_when_the_optimizer_was_made_is_named_when_it_has_a_gradient(name, what):
+    model = mlp(4, 5, 3)
+    thawed = [p for key, p in model.named_parameters() if key.startswith(what)]
+    for p in thawed:
+        p.requires_grad_(False)
+    opt = CHANGING[name](model)
+    for p in thawed:
+        p.requires_grad_()
+    before = [p.detach().clone() for p in thawed]
+    with pytest.warns(UserWarning, match=f"{what}.*frozen when the optimizer was made.*make a new optimizer"):
+        one_step(model, opt, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_step(model, opt, 1)  # told once
+    assert all(torch.equal(p, b) for p, b in zip(thawed, before, strict=True))
+    assert all(p.grad is not None for p in thawed)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("what", ["weight", "bias"])
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_weight_or_bias_frozen_by_itself_is_refused(name, what, started):
+    """They have one neuron gradient; what is left of it is that of neither."""
+    model = mlp(4, 5, 3)
+    opt = CHANGING[name](model)
+    if started:
+        one_step(model, opt, 0)
+    getattr(model[0], what).requires_grad_(False)
+    before = flat(model)
+    with pytest.raises(RuntimeError, match=r"0: of its weight and bias.*Freeze both"):
+        one_step(model, opt, 1)
+    assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_layer_frozen_in_mid_training_stays_and_the_others_go_on(name, started):
+    model = mlp(4, 5, 5, 3)
+    opt = CHANGING[name](model)
+    if started:
+        one_step(model, opt, 0)
+    opt.zero_grad()
+    model[2].requires_grad_(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody needs to be told
+        for t in range(1, 4):
+            one_step(model, opt, t)
+    assert [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)] == [True, True, False, False, True, True]
+
+
 def test_parameters_cannot_join_later():
     opt = foof.FOOF(mlp(4, 5, 3))
     with pytest.raises(ValueError, match="cannot join later"):

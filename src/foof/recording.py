@@ -31,7 +31,7 @@ class Recorder:
 
     def backward(self, out: Tensor, errors: Iterable[Tensor], layers: list[Layer], N: int) -> list[Call]:
         """The calls behind ``out``, one backward pass per output error. The passes visit one graph, hence in one order."""
-        weights = list({id(layer.weight): layer.weight for layer in layers}.values())
+        weights = list({id(layer.weight): layer.weight for layer in layers if layer.weight.requires_grad}.values())
         self.passes = []
         for s in errors:
             self.passes.append([])

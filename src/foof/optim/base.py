@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class NeuronOptimizer(Optimizer):
                     group["kind"] = "rest"
                     self.param_groups.append(group)
             number = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+            self._frozen = {name: p for name, p in self.preconditioner.model.named_parameters() if not p.requires_grad}
             # Now: within a backward pass under FSDP a layer's weight is another tensor.
             self._group_of = {id(block): number[id(block.layer.weight)] for block in self.preconditioner.blocks}
         except BaseException:
@@ -70,6 +72,7 @@ class NeuronOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._warn_of_thawed()
         for group in self.param_groups:
             if group["kind"] == "neurons":
                 self._update(group)
@@ -78,6 +81,17 @@ class NeuronOptimizer(Optimizer):
             self._rest.state = self.state
             self._rest.step()
         return loss
+
+    def _warn_of_thawed(self) -> None:
+        """Once: parameters that were frozen when this was made are in no group."""
+        thawed = [name for name, p in self._frozen.items() if p.grad is not None]
+        if thawed:
+            self._frozen = {}
+            warnings.warn(
+                f"{', '.join(thawed[:5])}: frozen when the optimizer was made, with a gradient now; not updated. Call remove() and "
+                "make a new optimizer to have them trained.",
+                stacklevel=3,
+            )
 
     def _update(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]

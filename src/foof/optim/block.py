@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from foof import distributed
 from foof.curvature import InputFactor
 from foof.layers import Embedding, Layer
 from foof.statistics import Gathered, MovingAverage, wide
-from foof.tap import backward_pass_id
+from foof.tap import backward_pass_id, existing_tap
 
 PAPER_BATCH = 100  # the batch for which Appendix K reads the damping as the precision of the initialisation
 
@@ -108,8 +109,27 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def check_free(layers: list[Layer]) -> None:
+    """Raise where a layer has an optimizer already."""
+    if any(existing_tap(layer.module) for layer in layers):
+        gc.collect()  # a forgotten optimizer lets go of its model only now: it holds itself by its hooks
+    for layer in layers:
+        if existing_tap(layer.module) is not None:
+            raise ValueError(f"{layer.label}: the model already has an optimizer on its neurons; call its remove() before making another.")
+
+
 def has_gradient(block: Block) -> bool:
     return block.layer.weight.grad is not None
+
+
+def check_frozen(blocks: list[Block]) -> None:
+    """Raise where one of a weight and its bias, which are preconditioned together, has been frozen by itself since."""
+    for block in blocks:
+        if len({p.requires_grad for p in block.layer.parameters}) > 1:
+            raise RuntimeError(
+                f"{block.name}: of its weight and bias, which have one neuron gradient, one was frozen after the optimizer was made. "
+                "Freeze both, or call remove() and make a new optimizer."
+            )
 
 
 def thrown_away(blocks: list[Block]) -> bool:

@@ -121,10 +121,10 @@ class KroneckerPreconditioner(Preconditioner):
         if not torch.isfinite(out.detach()).all():  # their sum may overflow in float16
             self._warn("NaN or inf in the outputs given to update_curvature: this batch is left out of the statistics.")
             return
-        weights = [block.layer.weight for block in self.blocks]
+        weights = [block.layer.weight for block in self.blocks if block.layer.weight.requires_grad]  # it may be frozen by now
         errors = self.estimate.labels.errors(self.estimate.likelihood, out, y, self.generator)
         first = next(errors, torch.zeros_like(out))  # a single class has no error at all
-        for number, error in enumerate(chain([first], errors)):
+        for number, error in enumerate(chain([first], errors) if weights else ()):
             with self._recording(_Pass(number == 0, len(out))):
                 torch.autograd.grad(out, weights, error.to(out.dtype), retain_graph=True, allow_unused=True)
 

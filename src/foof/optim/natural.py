@@ -15,7 +15,7 @@ from foof.gram import GramOperator, Precision, by_layer_named
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps
-from foof.optim.block import thrown_away
+from foof.optim.block import check_frozen, thrown_away
 from foof.optim.preconditioner import Block, Damping, Preconditioner
 from foof.recording import Recorder, check_output, record
 from foof.tap import backward_pass_id
@@ -110,6 +110,7 @@ class NaturalPreconditioner(Preconditioner):
     @torch.no_grad()
     def before_update(self) -> None:
         self._check_reached()
+        check_frozen(self.blocks)
         if self.operator is None:
             raise RuntimeError("there is no Fisher yet: call opt.update_curvature(inputs=...), or (out), before step().")
         g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]

@@ -6,7 +6,6 @@ schedule and whose state dict carries the statistics). ``FOOF`` and ``KFAC`` own
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -24,6 +23,8 @@ from foof.optim.block import (
     Damping,
     accelerator,
     bypassed,
+    check_free,
+    check_frozen,
     gather_inputs,
     has_gradient,
     inputs_of,
@@ -36,7 +37,7 @@ from foof.optim.block import (
     without_statistics,
 )
 from foof.statistics import Gathered, MovingAverage, Schedule, exact, wide
-from foof.tap import Tap, backward_pass_id, call_model, existing_tap, inputs_seen
+from foof.tap import Tap, backward_pass_id, call_model, inputs_seen
 
 __all__ = ["Block", "Damping", "Preconditioner", "gather_inputs", "inputs_of"]
 
@@ -60,13 +61,7 @@ class Preconditioner:
         if not layers:
             kinds = "; ".join(f"{name}: {why}" for name, why in list(self.rest.items())[:5])
             raise ValueError(f"the model has no layer to cover (linear, convolution, embedding). Its parameters: {kinds}.")
-        if any(existing_tap(layer.module) for layer in layers):
-            gc.collect()  # a forgotten optimizer lets go of its model only now: it holds itself by its hooks
-        for layer in layers:
-            if existing_tap(layer.module) is not None:
-                raise ValueError(
-                    f"{layer.label}: the model already has an optimizer on its neurons; call its remove() before making another."
-                )
+        check_free(layers)
         self.model, self.ema, self._damping, self.process_group = model, ema, damping, process_group
         self.blocks = self._group(layers)
         self._block_of = {id(layer): block for block in self.blocks for layer in block.layers}
@@ -280,13 +275,15 @@ class Preconditioner:
             block.gathered[key].clear()
 
     def _check_gradients(self, alone: bool) -> None:
+        check_frozen(self.blocks)
         if not any(has_gradient(block) for block in self.blocks):
             raise RuntimeError(
                 "no gradient has reached any covered layer: call loss.backward() on a loss computed by this model before step()."
             )
         for block in self.blocks:
             if not has_gradient(block):
-                self._warn(f"{block.name}: the loss does not reach this layer; it is not updated.", once=True)
+                if block.layer.weight.requires_grad:
+                    self._warn(f"{block.name}: the loss does not reach this layer; it is not updated.", once=True)
             elif alone:  # otherwise once all ranks know what the others have seen
                 self._check_block(block)
 
