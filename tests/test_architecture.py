@@ -55,6 +55,7 @@ study.verdict
 study.rules
 study.claims
 study.catalogue
+study.notes
 study.published
 study.figures
 study.svg

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from foof import cli
+from foof.study.setting import Record, Setting
 from foof.study.store import Store
 from foof.study.sweep import Interrupted
 
@@ -88,6 +89,16 @@ def test_report_without_records_says_what_to_do(capsys, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_export_without_records_or_folder_says_so(capsys, tmp_path):
+    status, _, err = foof(capsys, "export", tmp_path / "x.csv", "--out", tmp_path)
+    assert (status, list(tmp_path.iterdir())) == (1, [])
+    assert "there are none; run `foof reproduce` first" in err
+    with Store(tmp_path / "records.sqlite") as store:
+        store.put(Record(Setting(), "finished"))
+    status, _, err = foof(capsys, "export", tmp_path / "nowhere" / "x.csv", "--out", tmp_path)
+    assert (status, "Traceback" in err, "nowhere" in err) == (1, False, True)
+
+
 def test_data_lists_what_is_there(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FOOF_DATA", str(tmp_path))
     status, said, _ = foof(capsys, "data")
@@ -115,6 +126,12 @@ def test_train_shows_one_run(capsys):
         (["train", "sgd", "--lr", "-1"], 1, "lr must be a positive number"),
         (["train", "sgd", "--dataset", "mnits"], 1, "no data set is called 'mnits'"),
         (["train", "sgd", "--option", "momentum"], 2, "NAME=VALUE"),
+        (["train", "sgd", "--option", "bogus=1"], 1, "SGD does not take the options {'bogus': 1}"),
+        (["train", "sgd", "--hidden", "8,0"], 2, "positive whole numbers separated by commas, but '8,0'"),
+        (["train", "sgd", "--hidden", "a"], 2, "positive whole numbers separated by commas, but 'a'"),
+        (["sweep", "sgd", "--lr", "1:0.1"], 2, "low first, but '1:0.1' was given"),
+        (["sweep", "foof", "--damping", "0:1"], 2, "--damping is LOW:HIGH"),
+        (["sweep", "sgd", "--lr", "abc"], 2, "--lr is LOW:HIGH or one value"),
         (["reproduce", "fig9"], 2, "no experiment and no claim of the preset quick is called 'fig9'"),
         (["reproduce", "--preset", "huge"], 2, "no preset is called 'huge'"),
     ],

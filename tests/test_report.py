@@ -26,7 +26,7 @@ from foof.study.tune import Search, Tuned, look
 from foof.study.verdict import Ruling, Spread, Verdict, lower, of, spread
 
 SMOKE, QUICK, PAPER = (PRESETS[name] for name in ("smoke", "quick", "paper"))
-SPEED = {"foof": 0.02, "kfac": 0.05, "natural": 0.4, "adam": 0.2, "sgd": 0.3}  # end losses of the made-up world below
+SPEED = {"foof": 0.02, "kfac": 0.05, "natural": 0.2, "adam": 0.2, "sgd": 0.3}  # end losses of the made-up world below
 
 
 def made_up(setting: Setting) -> Record:
@@ -151,6 +151,28 @@ def test_a_guess_decides_nothing_before_its_grid_is_done():
     assert not look(guess, known.get).tuned.searched
     known |= {s: Record(s, "finished", {}, {"train_loss": s.lr}) for lr in (0.1, 1.0) for s in (Setting(lr=lr, seed=i) for i in range(2))}
     assert look(guess, known.get).tuned.searched
+
+
+def test_every_claim_about_mnist_can_be_decided_and_nothing_else_is_run():
+    there = experiments_of(PAPER)
+    assert all(s.searched for e in there.values() for s in e.searches(PAPER).values())
+    assert set(there["robustness-mnist"].searches(PAPER)) == {"FOOF", "FOOF, T = 10"}
+    assert set(there["fig4a-mnist"].searches(PAPER)) == set(there["fig4a"].searches(PAPER))
+
+
+def test_times_are_drawn_beside_those_of_sgd():
+    (only,) = chosen(["foof-half-again"], QUICK)
+    assert set(only.searches(QUICK)) == {"SGD + momentum", "FOOF, T = 100", "KFAC, T = 100"}
+
+
+def test_the_worse_of_two_losses_at_the_edge_of_its_grid_needs_a_factor_of_two():
+    found = {**tuned("a", [1.0, 1.1]), **tuned("b", [1.8, 1.9]), **tuned("c", [2.8, 2.9])}
+    rules = {name: Lower(Term("a"), Term(name)) for name in "bc"}
+    assert {decide(rule, found, None).ruling for rule in rules.values()} == {Ruling.HOLDS}
+    at_edge = {label: replace(t, on_edge=label != "a") for label, t in found.items()}
+    assert [decide(rule, at_edge, None).ruling for rule in rules.values()] == [Ruling.UNDECIDED, Ruling.HOLDS]
+    assert decide(Lower(Term("b"), Term("a")), at_edge, None).ruling is Ruling.UNDECIDED
+    assert decide(rules["b"], {**found, "a": replace(found["a"], on_edge=True)}, None).ruling is Ruling.HOLDS  # the better side
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=str)

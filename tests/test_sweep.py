@@ -227,7 +227,6 @@ def test_what_wins_a_short_grid_must_win_at_full_length_too():
     assert sorted((s.lr, s.steps, s.seed) for s in asked) == [
         (0.1, 50, 0), (0.3, 200, 0), (0.3, 200, 1), (0.3, 200, 2), (1.0, 50, 0), (1.0, 200, 0),
     ]  # fmt: skip
-    assert found.trial_loss(found.tried[1]) == pytest.approx(math.log10(1 / 0.3))  # at step 50, although it is longer
 
     def bursting(settings):  # the second seed of what wins
         return [replace(r, status="diverged") if (r.setting.lr, r.setting.seed) == (1.0, 1) else r for r in two_phases(settings)]

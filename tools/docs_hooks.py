@@ -97,7 +97,7 @@ def kfac_damping() -> str:
     outcome = next(o for o in outcomes(paper) if o.experiment.id == "fig3a")
     found: dict[tuple[str, float, Any], dict[int, float]] = {}
     for label, tuned in outcome.found.items():
-        for r in (*tuned.tried, *tuned.records):
+        for r in (r for r in (*tuned.tried, *tuned.records) if r.setting.steps >= paper.early):  # short trials are no rows of this
             found.setdefault((label, r.setting.lr, r.setting.damping), {})[r.setting.seed] = r.end_loss(paper.early)
     rows = []
     for (label, lr, damping), losses in sorted(found.items(), key=lambda item: statistics.mean(item[1].values())):

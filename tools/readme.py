@@ -44,8 +44,8 @@ def caption(found: list[Outcome]) -> str:
     seeds = Counter(len(t.records) for label, t in _fig4b(found).found.items() if label != FOOF_10)
     of = " or ".join(str(n) for n in sorted(seeds))
     return (
-        f"*Training loss over {PAPER.base.steps:,} steps, each method at the paper's learning rate and damping, smoothed as in the paper; "
-        f"mean and standard deviation over seeds ({of}). Drawn by `tools/readme.py` from the records in this repository.*\n"
+        f"*Training loss over {PAPER.base.steps:,} steps, each method at the best learning rate and damping of those tried, smoothed as in "
+        f"the paper; mean and standard deviation over seeds ({of}). Drawn by `tools/readme.py` from the records in this repository.*\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import webbrowser
@@ -16,7 +17,7 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.table import Table
+    from rich.table import Column, Table
 
     import foof
     from foof.study import data, report, store, sweep
@@ -115,8 +116,9 @@ def _announce(experiments: Sequence[Experiment], size: Preset, into: store.Store
     cores = workers or os.cpu_count() or 1
     console.print(f"[bold]foof reproduce[/] · {size.name} ({size.about})")
     if runs:
-        console.print(f"{runs} runs to do (grids may grow): about {seconds / 60:.0f} core-minutes, {seconds / 60 / cores:.0f} minutes "
-                      f"on {cores} idle cores. Ctrl-C loses at most the runs in hand.", highlight=False)  # fmt: skip
+        console.print(f"{runs} runs to do (grids may grow, winners run again with all seeds): about {seconds / 60:.0f} core-minutes, "
+                      f"{seconds / 60 / cores:.0f} minutes on {cores} idle cores. Ctrl-C loses at most the runs in hand.",
+                      highlight=False)  # fmt: skip
 
 
 def _paper_outcomes(size: Preset, among: Sequence[Experiment]) -> list[Outcome]:
@@ -144,7 +146,7 @@ def reproduce(
             into.load_dump(committed(size))  # hours that need not be spent again
         _announce(experiments, size, into, workers)
         with _sweeping(into, workers, scheduler) as run_all:
-            outcomes = conduct(experiments, size, run_all)
+            outcomes = conduct(experiments, size, run_all, into.get)
         page = report.write(out / "report.html", outcomes, size, _paper_outcomes(size, experiments))
         store.export(into, out / "records.csv")
     _show(outcomes)
@@ -158,7 +160,7 @@ def claims_(preset: PresetName = "quick", out: Folder = OUT) -> None:
     """List the claims, the rule that decides each, and what the records say so far."""
     size = _preset(preset)
     with _known(size, out) as records:
-        table = Table("Claim", "Where", "Says", "Holds if", "Verdict")
+        table = Table(Column("Claim", no_wrap=True), "Where", "Says", "Holds if", "Verdict")
         for o in recall(list(experiments_of(size).values()), size, remembered(records)):
             for v in o.verdicts:
                 table.add_row(v.id, v.where, v.claim, v.rule, f"[{COLOUR[v.ruling]}]{v.ruling}[/]")
@@ -204,8 +206,8 @@ def sweep_(
     if damping is None:
         dampings: tuple[float | None, ...] = (None,)
     else:
-        dampings = damping_grid(*_range(damping), every) if ":" in damping else (float(damping),)
-    search = Search(base, lr_grid(*_range(lr)), dampings, every, seeds=seeds)
+        dampings = damping_grid(*_range(damping, "--damping"), every) if ":" in damping else _range(damping, "--damping")[:1]
+    search = Search(base, lr_grid(*_range(lr, "--lr")), dampings, every, seeds=seeds)
     method(search.grid[0])  # a name or a λ that does not fit is an error before anything is begun
     with store.Store(_records_file(out)) as into, _sweeping(into, workers, scheduler) as run_all:
         found = tune(search, run_all)
@@ -217,10 +219,27 @@ def sweep_(
     console.print(table)
 
 
-def _range(text: str) -> tuple[float, float]:
+def _range(text: str, of: str) -> tuple[float, float]:
     """`LOW:HIGH`, or one value for both."""
     low, _, high = text.partition(":")
-    return float(low), float(high or low)
+    try:
+        values = float(low), float(high or low)
+    except ValueError:
+        values = math.nan, math.nan
+    if not 0 < values[0] <= values[1] < math.inf:
+        raise typer.BadParameter(f"{of} is LOW:HIGH or one value, positive numbers, low first, but {text!r} was given")
+    return values
+
+
+def _hidden(text: str) -> tuple[int, ...]:
+    """Sizes of hidden layers, separated by commas; none: an empty text."""
+    try:
+        sizes = tuple(int(n) for n in text.split(",") if n)
+    except ValueError:
+        sizes = (0,)
+    if any(n < 1 for n in sizes):
+        raise typer.BadParameter(f"--hidden is positive whole numbers separated by commas, but {text!r} was given")
+    return sizes
 
 
 @app.command("report")
@@ -280,9 +299,10 @@ def train(
     default = METHODS[optimizer].default if optimizer in METHODS else (1.0, None)
     lr, damping = default[0] if lr is None else lr, default[1] if damping is None else damping
     setting = Setting(
-        dataset=dataset, source=source, hidden=tuple(int(n) for n in hidden.split(",") if n), optimizer=optimizer, lr=lr,
+        dataset=dataset, source=source, hidden=_hidden(hidden), optimizer=optimizer, lr=lr,
         damping=damping, batch_size=batch_size, steps=steps, seed=seed, options=tuple(_option(o) for o in option or ()),
     )  # fmt: skip
+    method(setting)  # a name or a λ that does not fit is an error before anything is begun
     loss_now = TextColumn("loss {task.fields[loss]:.4f}")
     columns = (TextColumn("step {task.completed:.0f}"), BarColumn(), loss_now, TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
@@ -316,7 +336,7 @@ def explain(
     hidden: Annotated[str, typer.Option(help="Hidden sizes, separated by commas.")] = "1000,1000,1000",
 ) -> None:
     """Show which parameters of the study's network are covered, and what that costs per step."""
-    model = mlp(784, tuple(int(n) for n in hidden.split(",") if n), 10)
+    model = mlp(784, _hidden(hidden), 10)
     console.print(str(foof.explain(model, torch.zeros(100, 784))), highlight=False, soft_wrap=True)
 
 
@@ -326,6 +346,8 @@ def export(
     out: Folder = OUT,
 ) -> None:
     """Write the stored records to a file."""
+    if not _own(out):
+        raise NotRun(f"records were needed in {_records_file(out)}, but there are none; run `foof reproduce` first")
     with store.Store(_records_file(out)) as records:
         if path.name.endswith(".jsonl.gz"):
             store.dump(records, path)
@@ -341,7 +363,7 @@ def main() -> None:
     except sweep.Interrupted as stop:
         console.print(f"\n[yellow]{stop}[/]", highlight=False)
         sys.exit(130)
-    except (DataError, NotRun, store.StoreError, sweep.WorkerDied, ValueError) as problem:
+    except (DataError, NotRun, store.StoreError, sweep.WorkerDied, ValueError, OSError) as problem:
         Console(stderr=True).print(f"[red]error:[/] {problem}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except Exception as problem:

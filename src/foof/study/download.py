@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -35,11 +36,21 @@ class Resumable:
             if response.status_code != 416:  # 416: nothing is left to fetch
                 response.raise_for_status()
                 # a server that ignores Range answers 200 with the whole file: start over
-                with self.part.open("ab" if response.status_code == 206 else "wb") as out:
+                continues = response.status_code == 206
+                total = int(response.headers.get("Content-Length", 0)) + have * continues
+                with self.part.open("ab" if continues else "wb") as out:
                     for chunk in response.iter_content(1 << 20):
                         out.write(chunk)
+                        _show(self.part.stem, out.tell(), total)
         Path(output_file).write_bytes(self.part.read_bytes())
         self.part.unlink()  # complete; if the checksum fails, the next attempt starts afresh
+
+
+def _show(name: str, have: int, total: int) -> None:
+    """How much has arrived, in one line that is written over; nothing where nobody watches."""
+    if sys.stderr.isatty():
+        of = f" of {total / 1e6:.0f}" if total else ""
+        print(f"\r{name}: {have / 1e6:.0f}{of} MB", end="\n" if have == total else "", file=sys.stderr, flush=True)
 
 
 def download(remotes: Iterable[Source], folder: Path) -> None:

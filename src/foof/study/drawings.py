@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -182,17 +183,19 @@ def compare(figure: str, dataset: str, found: Found) -> list[Comparison]:
             names = SERIES.get(figure, {"": "loss"})
             name = names.get(series.label, names.get("", "loss"))
             step, theirs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if x <= max(tuned.best.steps, series.x[0])][-1]
+            if name != "loss":
+                theirs = statistics.fmean(y for x, y in zip(series.x, series.y, strict=True) if 0.9 * step < x <= step)
             values = spread(_at(r, name, step, panel.keep) for r in tuned.records)
             rows.append(Comparison(panel.name, series.label, step, theirs, values))
     return rows
 
 
 def _at(record: Record, name: str, step: float, keep: float) -> float:
-    """A record's processed value at a step, or at the last one before it; of measured quantities the mean of the last tenth."""
+    """A record's processed value at a step, or at the last one before it; of measured quantities the mean of the tenth before."""
     xs, ys = record.series["step" if name == "loss" else "measured_at"], record.series.get(name, [])
     if record.status != "finished" and (not xs or xs[-1] < step - record.setting.log_every):
         return math.inf
+    if name != "loss":
+        return statistics.fmean([y for x, y in zip(xs, ys, strict=True) if 0.9 * step < x <= step] or [math.nan])
     upto = [y for x, y in zip(xs, figures.smooth(ys, keep), strict=True) if x <= max(step, 1)]
-    if not upto:
-        return math.nan
-    return upto[-1] if name == "loss" else sum(upto[-max(1, len(upto) // 10) :]) / max(1, len(upto) // 10)
+    return upto[-1] if upto else math.nan

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from foof.study import drawings
+from foof.study import drawings, published
 from foof.study.catalogue import CATALOGUE
 from foof.study.claims import Claim, claims_of
 from foof.study.drawings import Comparison, Drawing
+from foof.study.notes import note
 from foof.study.presets import Preset
 from foof.study.rules import Found, decide
-from foof.study.runs import NOTES, RUNS
+from foof.study.runs import RUNS, SGD
 from foof.study.store import Store
 from foof.study.toy import toy
 from foof.study.tune import Get, RunAll, Search, look, tune_all
@@ -50,12 +51,14 @@ class Experiment:
 
     @property
     def note(self) -> str:
-        return NOTES.get(self.figure, "")
+        return note(self.figure, self.dataset)
 
     def searches(self, preset: Preset) -> dict[str, Search]:
         found = RUNS[self.figure](preset, self.dataset) if self.figure in RUNS else {}
         if self.dataset != "fashion-mnist":  # for which alone the paper gives its settings
-            found = {k: replace(s, urgency=s.urgency + OTHER_DATA_LATER, known=False) for k, s in found.items()}
+            shown = {*needed(self.claims), *published.labels(self.figure, self.dataset)}
+            found = {k: s for k, s in found.items() if k in shown}
+            found = {k: replace(s, urgency=s.urgency + OTHER_DATA_LATER, known=len(s.grid) == 1) for k, s in found.items()}
         return {k: s for k, s in found.items() if self.labels is None or k in self.labels}
 
     def until(self, preset: Preset) -> int | None:
@@ -114,7 +117,8 @@ def chosen(names: Iterable[str], preset: Preset) -> list[Experiment]:
 
 
 def _only(e: Experiment, claim: Claim) -> Experiment:
-    return replace(e, claims=(claim,), labels=claim.rule.needs)
+    beside = (SGD,) if CATALOGUE[e.figure].draws == "time" else ()  # what times are relative to
+    return replace(e, claims=(claim,), labels=(*claim.rule.needs, *beside))
 
 
 def _join(a: Experiment, b: Experiment) -> Experiment:
@@ -123,10 +127,15 @@ def _join(a: Experiment, b: Experiment) -> Experiment:
     return replace(a, claims=tuple(dict.fromkeys((*a.claims, *b.claims))), labels=tuple(dict.fromkeys((*a.labels, *b.labels))))
 
 
-def conduct(experiments: Sequence[Experiment], preset: Preset, run_all: RunAll) -> list[Outcome]:
-    """Run all searches of all experiments side by side, then judge and draw each."""
+def needed(claims: Iterable[Claim]) -> set[str]:
+    """The curves that some claims are decided by."""
+    return {label for claim in claims for label in claim.rule.needs}
+
+
+def conduct(experiments: Sequence[Experiment], preset: Preset, run_all: RunAll, stored: Get = lambda _: None) -> list[Outcome]:
+    """Run all searches of all experiments side by side, except for what is stored, then judge and draw each."""
     searches = {(e.id, label): search for e in experiments for label, search in e.searches(preset).items()}
-    tuned = tune_all({"\n".join(key): search for key, search in searches.items()}, run_all)
+    tuned = tune_all({"\n".join(key): search for key, search in searches.items()}, run_all, stored)
     return [outcome(e, preset, {label: tuned[f"{e.id}\n{label}"] for id_, label in searches if id_ == e.id}) for e in experiments]
 
 

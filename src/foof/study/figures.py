@@ -169,22 +169,24 @@ def bars_figure(ours: Mapping[str, Spread], published: Mapping[str, float], head
     return style(figure, heading).update_layout(showlegend=bool(there))
 
 
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+
+
 def tuning_figure(searches: Mapping[str, Tuned], heading: str) -> go.Figure:
-    """The losses that trials were judged by, over learning rate, one line per method (and damping); diverged runs are left out."""
+    """Losses over learning rate, one line per method and damping, at the last step that all trials have; without diverged runs."""
     figure = go.Figure()
+    step = min(r.setting.steps for tuned in searches.values() for r in tuned.tried)
     for label, tuned in searches.items():
-        dampings = list(dict.fromkeys(r.setting.damping for r in tuned.tried))
-        for damping in dampings:
-            row = sorted((r.setting.lr, tuned.trial_loss(r)) for r in tuned.tried if r.setting.damping == damping)
-            row = [(lr, loss) for lr, loss in row if loss < float("inf")]
-            name = f"{label}, λ = {damping:g}" if len(dampings) > 1 and isinstance(damping, float) else label
-            name += f", at step {tuned.grid_steps:,}" if tuned.grid_steps else ""
+        for i, damping in enumerate(dict.fromkeys(r.setting.damping for r in tuned.tried)):
+            row = sorted((r.setting.lr, r.end_loss(step)) for r in tuned.tried if r.setting.damping == damping)
+            row = [(lr, loss) for lr, loss in row if loss < math.inf]
+            name = label if i == 0 or not isinstance(damping, float) else f"{label}, λ = {damping:g}"
             figure.add_scatter(
-                x=[lr for lr, _ in row], y=[loss for _, loss in row], name=name, mode="lines+markers",
-                line={"color": colour(label), "width": 2}, marker={"size": 8}, hovertemplate="%{y:.4g}",
+                x=[lr for lr, _ in row], y=[loss for _, loss in row], name=name, mode="lines+markers", hovertemplate="%{y:.4g}",
+                line={"color": colour(label), "width": 2, "dash": DASHES[i % len(DASHES)]}, marker={"size": 8, "symbol": i},
             )  # fmt: skip
     figure.update_xaxes(title="learning rate", **log_axis([t for trace in figure.data for t in trace.x]))
-    figure.update_yaxes(title="training loss", **log_axis([t for trace in figure.data for t in trace.y]))
+    figure.update_yaxes(title=f"training loss at step {step:,}", **log_axis([t for trace in figure.data for t in trace.y]))
     return style(figure, heading)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foof.study import published
 from foof.study.experiments import Outcome
+from foof.study.figures import smooth
 from foof.study.presets import Preset
 from foof.study.rules import Term
 from foof.study.runs import HEURISTIC, KFAC, RELEASED, SGD, STANDARD
-from foof.study.setting import Setting
+from foof.study.setting import Record, Setting
 from foof.study.tune import Tuned
 from foof.study.verdict import Spread, Verdict, spread
 
@@ -49,12 +51,13 @@ def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
         {
             "": NAMES[label],
             "lr, λ": _pair(a.found[label].best),
-            "training loss": _beside(loss, "fig3a", label, 0.9 * until, until, preset),
+            "training loss": _beside(loss, "fig3a", label, 0.9 * until, until, preset, a.found[label].records),
             "cosine with FOOF's update": _beside(cosines.get(label), "fig3b", label, 0.5 * until, until, preset),
         }
         for label, loss in losses.items()
     ]
-    ids = ("standard-worse", "standard-like-sgd", "released-worse", "released-like-sgd", "heuristic-similarity", "released-similarity")
+    ids = ("standard-worse", "standard-worse-1a", "standard-like-sgd", "released-worse", "released-like-sgd", "heuristic-similarity",
+           "released-similarity")  # fmt: skip
     verdicts = [v for o in (a, b) for v in o.verdicts if v.id in ids]
     about = preset.about + ("" if preset.centred else ". At the paper's scale there are no records of both dampings yet")
     return Headline(preset.name, about, _sentence(a, losses, until), rows, verdicts)
@@ -77,7 +80,8 @@ def _sentence(a: Outcome, losses: dict[str, Spread], until: int) -> str:
 
 def at_setting_of(tuned: Tuned, other: Setting, until: int) -> Spread | None:
     """The loss of a search's runs at another method's lr and λ, if there are any."""
-    there = {r.key: r for r in (*tuned.tried, *tuned.records) if (r.setting.lr, r.setting.damping) == (other.lr, other.damping)}
+    wanted = tuned.best.but(lr=other.lr, damping=other.damping)
+    there = {r.key: r for r in (*tuned.tried, *tuned.records) if r.setting.curve == wanted.curve}
     return spread(r.end_loss(until) for r in there.values()) if there else None
 
 
@@ -85,10 +89,16 @@ def _pair(s: Setting) -> str:
     return f"{s.lr:g}, –" if s.damping is None else f"{s.lr:g}, {s.damping:g}"
 
 
-def _beside(ours: Spread | None, figure: str, label: str, first: float, last: float, preset: Preset) -> str:
-    """Published values, averaged over the same steps, stand beside runs of the paper's size only."""
+def _beside(
+    ours: Spread | None, figure: str, label: str, first: float, last: float, preset: Preset, losses: Sequence[Record] = ()
+) -> str:
+    """Published values, averaged over the same steps, stand beside runs of the paper's size only, with ours smoothed as they are."""
     if ours is None:
         return "–"
     if not preset.centred or label in (KFAC, STANDARD):
         return str(ours)
-    return f"{ours}; published {published.mean(figure, label, first, last):.3g}"
+    (panel,) = published.panels(figure, "fashion-mnist")
+    smoothed = [zip(r.series["step"], smooth(r.series["loss"], panel.keep), strict=True) for r in losses]
+    alike = [statistics.fmean(y for x, y in points if first < x <= last) for points in smoothed]
+    also = f" (ours, smoothed as it is, {statistics.fmean(alike):.3g})" if alike else ""
+    return f"{ours}; published {published.mean(figure, label, first, last):.3g}{also}"

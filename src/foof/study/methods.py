@@ -120,6 +120,14 @@ def method(setting: Setting) -> Method:
     return found
 
 
+def optimizer_of(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer a setting names, for this model."""
+    try:
+        return method(setting).build(model, setting)
+    except TypeError as problem:  # of an option's name
+        raise ValueError(f"{method(setting).title} does not take the options {dict(setting.options)}: {problem}") from problem
+
+
 def title(setting: Setting) -> str:
     """What to call a setting's method in a legend."""
     found = METHODS[setting.optimizer].title if setting.optimizer in METHODS else setting.optimizer

@@ -60,10 +60,11 @@ def search(
     lrs = tuple(lr_at(lr_index(lr) + i) for i in (-1, 0, 1)) if preset.fine else (lr,)
     if preset.centred:
         also: tuple[Pair, ...] = ()
+        short = grid_steps or preset.grid_steps
         if dampings and isinstance(damping, float):
             also = ((lr_at(lr_index(lr) - 2), damping_at(damping, -2)), (lr_at(lr_index(lr) + 4), damping_at(damping, 2)))
         return Search(setting, lrs, (damping,), extend=0, seeds=preset.seeds, centre=(lr, damping), known=known, urgency=urgency,
-                      also=also, grid_steps=grid_steps or preset.grid_steps)  # fmt: skip
+                      also=also, grid_steps=short if short and short < setting.steps else None)  # fmt: skip
     return Search(setting, lrs, (damping,), seeds=preset.seeds)
 
 

@@ -86,11 +86,23 @@ def _panel(number: str, letter: str, dataset: str, ours: dict[str, str], keep: f
     number = MNIST_FIGURES[number] if dataset == "mnist" else number
     found = _panels()[number, letter]
     series = tuple(
-        Series(ours[s["label"]], s["label"], s["x"], s["y"], s.get("y_lo", []), s.get("y_hi", []))
+        Series(ours[s["label"]], s["label"], _from_one(s["x"]), s["y"], s.get("y_lo", []), s.get("y_hi", []))
         for s in found["series"]
         if s["label"] in ours
     )
     return Panel(f"{number}{letter}", found["keep"] or keep, series)
+
+
+def _from_one(steps: list[float]) -> list[float]:
+    """Published steps that count from 0 by ones, as those of full batches, are our 1, 2, ..."""
+    return [x + 1 for x in steps] if steps[:2] == [0, 1] else steps
+
+
+def labels(figure: str, dataset: str) -> set[str]:
+    """Our names of the published curves of a figure."""
+    if figure == "fig4a":
+        return set(seconds_per_epoch(dataset))
+    return {series.label for panel in panels(figure, dataset) for series in panel.series}
 
 
 def mean(figure: str, label: str, first: float, last: float) -> float:

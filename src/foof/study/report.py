@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from foof.study.experiments import Experiment, Outcome, recall, remembered
 from foof.study.headline import Headline, headline
 from foof.study.presets import PRESETS, Preset
 from foof.study.rules import Term
-from foof.study.setting import Record
+from foof.study.setting import Record, Setting
 from foof.study.store import Store
 from foof.study.tune import Tuned
-from foof.study.verdict import Ruling, Verdict, of
+from foof.study.verdict import Ruling, Verdict, of, spread
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,50 @@ class Section:
 
 def _row(label: str, tuned: Tuned, until: int | None) -> dict[str, str]:
     """What a method was run with and what came of it."""
-    best, diverged = tuned.best, sum(r.status == "diverged" for r in tuned.tried)
-    damping = f"{best.damping:g}" if isinstance(best.damping, float) else best.damping or "–"
-    tried = f"{len(tuned.tried)}" + (f", {diverged} diverged" if diverged else "")
-    tried += f", compared at step {tuned.grid_steps:,}" if tuned.grid_steps and len(tuned.tried) > 1 else ""
+    best, loss = tuned.best, Term(label).spread({label: tuned}, until)
+    times = [1000 * r.cost["cpu_per_step"] for r in tuned.records if r.cost.get("cpu_per_step")]
     return {
         "curve": label,
-        "training loss": str(Term(label).spread({label: tuned}, until)),
+        "training loss": "–" if math.isnan(loss.mean) else str(loss),
         "learning rate": f"{best.lr:g}" + (" (edge of grid)" if tuned.on_edge else ""),
-        "damping λ": damping,
-        "tried": tried if tuned.grid_done else f"{tried}, grid not finished",
+        "damping λ": _damping(best) or "–",
+        "tried, one seed": _tried(tuned),
         "test accuracy": f"{100 * of(tuned.records, 'test_accuracy').mean:.2f} %",
-        "ms per step": f"{1000 * of(tuned.records, 'seconds_per_step').mean:.1f}",
+        "ms per step, one core": str(spread(times)) if times else "–",
         "options": ", ".join(f"{k} = {v}" for k, v in best.options) or "–",
     }
+
+
+def _damping(s: Setting) -> str:
+    return f"{s.damping:g}" if isinstance(s.damping, float) else s.damping or ""
+
+
+def _tried(tuned: Tuned) -> str:
+    """Learning rates by damping, those that diverged marked."""
+    if len(tuned.tried) < 2:
+        return "–" if tuned.grid_done else "no grid yet"
+    rows: dict[str, list[str]] = {}
+    for r in sorted(tuned.tried, key=lambda r: r.setting.lr):
+        rows.setdefault(_damping(r.setting), []).append(f"{r.setting.lr:g}" + (" (diverged)" if r.status == "diverged" else ""))
+    said = "; ".join("lr " + ", ".join(lrs) + (f" at λ {damping}" if damping else "") for damping, lrs in rows.items())
+    short = f", compared at step {tuned.grid_steps:,}" if tuned.grid_steps else ""
+    return said + short + ("" if tuned.grid_done else ", not finished")
+
+
+def _setup(outcome: Outcome) -> str:
+    """What the runs of an experiment have in common: data, network, batch, steps."""
+    bests = [t.best for t in outcome.found.values()]
+    if not bests:
+        return ""
+
+    def each(values: Iterable[object]) -> str:
+        return " or ".join(dict.fromkeys(str(v) for v in values))
+
+    images = each(f"{r.environment.get('train_records', 0):,}" for t in outcome.found.values() for r in t.records[:1])
+    return (
+        f"{images} images, network {each('-'.join(map(str, ('pixels', *s.hidden, 'classes'))) for s in bests)}, "
+        f"batches of {each(s.batch_size or 'all' for s in bests)}, {each(f'{s.steps:,}' for s in bests)} steps."
+    )
 
 
 def section(outcome: Outcome, preset: Preset) -> Section:
@@ -74,7 +105,8 @@ def section(outcome: Outcome, preset: Preset) -> Section:
     figures = [d.figure() for d in outcome.drawings]
     runs_here = e.figure == "toy" or e.searches(preset)
     rerun = f"foof reproduce {e.id} --preset {preset.name if runs_here else 'paper'}"
-    return Section(e.id, e.title, e.where, e.claimed, figures, rows, rerun, e.note, compared)
+    said = " ".join(filter(None, (_setup(outcome), e.note)))
+    return Section(e.id, e.title, e.where, e.claimed, figures, rows, rerun, said, compared)
 
 
 def _records(outcomes: Iterable[Outcome]) -> list[Record]:
@@ -87,7 +119,7 @@ def facts(outcomes: Sequence[Outcome], preset: Preset) -> dict[str, str]:
     said: dict[str, str] = {"preset": f"{preset.name}: {preset.about}", "runs": f"{len(records)}"}
     if records:
         said["training time"] = f"{sum(r.cost['seconds'] for r in records) / 60:.1f} minutes on one core, shared with others"
-        for name in ("foof", "source", "torch", "python", "processor", "train_records"):
+        for name in ("foof", "source", "torch", "python", "processor", "data", "train_records"):
             values = sorted({str(r.environment.get(name, "")) for r in records} - {""})
             said[name.replace("_", " ")] = ", ".join(values) or "unknown"
     return said

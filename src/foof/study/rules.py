@@ -1,7 +1,8 @@
-"""What decides a claim: measured quantities, and conditions on them. All as data, fixed before any run is looked at.
+"""What decides a claim: measured quantities, and conditions on them, as data.
 
 A condition holds, or does not, only by more than the deviations over seeds of both sides together; otherwise it is undecided.
-Where there is one seed only, a quarter of the value stands in for its deviation.
+Where there is one seed only, a quarter of the value stands in for its deviation. Where the worse of two losses was found at the
+edge of its grid, beyond which it may get better, twice as much is asked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from foof.study.verdict import Ruling, Spread, lower, spread
 
 Found = Mapping[str, Tuned]  # what each search of an experiment found; those without records are left out
 ONE_SEED = 0.25  # stands in for a relative deviation nobody has measured
+EDGE = 2.0  # what a loss at the edge of its grid may still gain
 
 
 def _mean_of(name: str, late: bool) -> Callable[[Record, int | None], float]:
@@ -108,6 +110,17 @@ def _both(a: Term, b: Term, found: Found, until: int | None) -> int | None:
     return until if len(ends) == 1 else min(*ends, until or min(ends))
 
 
+def _below(a: Term, b: Term, by: float, found: Found, until: int | None) -> Ruling:
+    """Does `by` times a lie below b?"""
+    left, right = a.spread(found, until), b.spread(found, until)
+    ruling = lower(_times(_with_margin(left), by), _with_margin(right))
+    if a.quantity != "loss" or ruling is Ruling.UNDECIDED:
+        return ruling
+    worse, better = (right.mean, by * left.mean) if ruling is Ruling.HOLDS else (by * left.mean, right.mean)
+    at_edge = found[(b if ruling is Ruling.HOLDS else a).label].on_edge
+    return Ruling.UNDECIDED if at_edge and math.isfinite(worse) and worse < EDGE * better else ruling
+
+
 @dataclass(frozen=True)
 class Lower:
     """`by` times a lies below b."""
@@ -133,7 +146,7 @@ class Lower:
         ratio = b.mean / a.mean if a.mean and math.isfinite(a.mean) else math.nan
         says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
         text = "; ".join([*says, *([] if math.isnan(ratio) or math.isinf(ratio) else [f"ratio {ratio:.3g}"])])
-        return Measured(text, lower(_times(_with_margin(a), self.by), _with_margin(b)))
+        return Measured(text, _below(self.a, self.b, self.by, found, until))
 
     def _unlabelled(self, term: Term, found: Found, until: int | None) -> str:
         quantity = QUANTITIES[term.quantity]
@@ -159,7 +172,7 @@ class Similar:
         until = _both(self.a, self.b, found, until)
         a, b = self.a.spread(found, until), self.b.spread(found, until)
         text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {b.mean / a.mean if a.mean else math.nan:.3g}"
-        ways = [lower(_with_margin(x), _times(_with_margin(y), self.within)) for x, y in ((a, b), (b, a))]
+        ways = [_below(x, y, 1 / self.within, found, until) for x, y in ((self.a, self.b), (self.b, self.a))]
         return Measured(text, together(ways))
 
 

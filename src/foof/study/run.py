@@ -27,7 +27,7 @@ from foof import KFAC, NaturalGradient
 from foof.study import data, models
 from foof.study.data import Data
 from foof.study.measuring import AFTER, BEFORE, Moment, needs_raw_gradients
-from foof.study.methods import method
+from foof.study.methods import method, optimizer_of
 from foof.study.setting import Record, Setting, Value
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported, but not typed so
@@ -100,7 +100,7 @@ def run(setting: Setting, watch: Watch | None = None, threads: int = 1) -> Recor
 
 def _train(model: nn.Module, train: Data, setting: Setting, watch: Watch | None) -> _Log:
     """The training loop; points are logged at steps 1, 1 + log_every, ... with the loss before the update."""
-    optimizer = method(setting).build(model, setting)
+    optimizer = optimizer_of(setting, model)
     order = batches(train, setting.batch_size, torch.Generator().manual_seed(setting.seed + 1))
     extra = batches(train, setting.batch_size, torch.Generator().manual_seed(setting.seed + 2))
     loop = _Loop(model, optimizer, setting, batches(train, _fisher_batch(setting), torch.Generator().manual_seed(setting.seed + 3)))

@@ -1,7 +1,7 @@
 """What each figure needs to be run: from a preset and a data set to one search per curve.
 
 Settings of the paper are those of its Appendix D.4, in the library's scale. Where the study departs from them it is for time,
-and `NOTES` says so, figure by figure.
+and `notes` says so, figure by figure.
 """
 
 from __future__ import annotations
@@ -36,29 +36,6 @@ DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's 
 HEURISTIC = label_3(KFAC, DAMPINGS[0])  # what Fig. 3A shows as heuristic damping: it is the first curve of Fig. 3C
 TS = (1, 10, 100)
 FULL_GRID = 20  # steps of the grids of full Fishers, of which one takes ten seconds and more
-
-FULL_SCALE = "The paper scales its full Fisher in a way of its own, which it does not give: our lr and λ are from a search on fewer images."
-LRS_3 = "A learning rate is searched for each λ. The paper's, lr = λ, hardly train here where λ is small: it probably had another scale."
-NOTES = {
-    "fig1a": "KFAC inverts every 10 steps instead of every step.",
-    "fig1b": "Subsampled KFAC takes a new batch and inverts every 10 steps instead of every step.",
-    "fig1c": "D is 1,000 and 4,000 (quick: 400 and 800); these Fishers are renewed every 10 steps, the largest every 50, not every step. "
-    "The largest is run, and compared, for the first 1,800 of the paper's 6,000 steps only.",
-    "fig1d": "The first 1,000 images, not a random choice. KFAC diverges at the paper's setting, in float64 too, once nearly all images "
-    "are fitted: labels drawn from the model are then those of the data, its Fisher vanishes, and steps grow to lr/λ gradients. Its lr "
-    f"and λ are our own; a setting counts only if no seed explodes. {FULL_SCALE}",
-    "fig2a": f"{FULL_SCALE} Not part of the preset quick: one layer separates the few hundred images that its time allows, and with a "
-    "large enough learning rate every method, KFAC, natural gradients and SGD, then ends at zero loss (seen with 300).",
-    "fig2c": f"The first 1,000 images, not a random choice. KFAC is that of Fig. 1D. {FULL_SCALE}",
-    "fig3a": "KFAC inverts every 10 steps instead of every step. The published panel shows heuristic damping at λ = 0.0001 (its curve is "
-    "that of Fig. 3C); beside it stands the KFAC of Fig. 1A. The paper gives no setting for standard damping without the transposition.",
-    "fig3c": LRS_3,
-    "fig3d": LRS_3,
-    "fig3b": "Measured every 50 steps; KFAC inverts every 10. FOOF's λ is the λ_A that KFAC's heuristic would give at the run's own λ. "
-    "The paper does not say which λ its FOOF had beside standard damping, and neither form of it has the published similarity.",
-    "fig4b": "T = 10 stands in for T = 1.",
-    "fig4c": "The first 1,800 of the paper's 6,000 steps, measured every 20; KFAC inverts every 10.",
-}
 
 
 def base(preset: Preset, dataset: str) -> Setting:
@@ -114,7 +91,7 @@ def fig1c(p: Preset, d: str) -> Runs:
 
 
 def fig1d(p: Preset, d: str) -> Runs:
-    """KFAC has two λ at the paper's size: with the smaller one it ends lower, if it does not explode at the end (see NOTES)."""
+    """KFAC has two λ at the paper's size: with the smaller one it ends lower, if it does not explode at the end (see `notes`)."""
     full = full_batch(p, d)
     kfac = search(p, full.but(optimizer="kfac", options=THIS_BATCH), (3e-4, 1e-5), (1e-3, 1e-4), known=False)
     if p.centred:
@@ -129,7 +106,7 @@ def fig1d(p: Preset, d: str) -> Runs:
 
 def fig2a(p: Preset, d: str) -> Runs:
     if p.fine and not p.centred:
-        return {}  # see NOTES
+        return {}  # see `notes`
     full = full_batch(p, d).but(hidden=())
     natural = full.but(optimizer="natural")
     return {
@@ -163,7 +140,7 @@ def _measured(p: Preset, d: str, optimizer: str, *options: tuple[str, str]) -> S
 
 
 def fig3a(p: Preset, d: str) -> Runs:
-    """Both standard dampings get the same grid: the paper's setting, ours for Eq. (3), the two between them, and one of smaller λ."""
+    """Both standard dampings get the paper's setting, ours for Eq. (3), the two between, and smaller λ, where the released one diverges."""
     standard = _measured(p, d, "kfac", ("damping_mode", "standard"))
     released = _measured(p, d, "kfac-transposed")
     searches = {
@@ -171,8 +148,8 @@ def fig3a(p: Preset, d: str) -> Runs:
         RELEASED: search(p, released, (1e-3, 1e-2), (3e-3, 1e-2), urgency=0),
     }
     if p.centred:
-        lrs, dampings, also = (3e-4, 1e-3), (1e-3, 1e-2), ((1e-4, 1e-4),)
-        searches = {k: replace(s, lrs=lrs, dampings=dampings, also=also, damping_every=1, grid_steps=None) for k, s in searches.items()}
+        smaller = {STANDARD: ((3e-5, 1e-4), (1e-4, 1e-4), (3e-4, 1e-4), (1e-5, 1e-5), (3e-5, 1e-5)), RELEASED: ((1e-4, 1e-4),)}
+        searches = {k: replace(s, lrs=(3e-4, 1e-3), dampings=(1e-3, 1e-2), also=smaller[k], damping_every=1) for k, s in searches.items()}
     return {KFAC: _kfac(p, d), HEURISTIC: fig3c(p, d)[HEURISTIC], **searches, SGD: _sgd(p, d)}
 
 

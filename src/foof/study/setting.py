@@ -114,14 +114,17 @@ class Record:
         return loss if self.status == "finished" and math.isfinite(loss) else math.inf
 
     def end_loss(self, until: int | None = None) -> float:
-        """Mean of the logged mini-batch losses over the last tenth of the steps (up to `until`); infinite if the run diverged.
+        """Mean of the logged mini-batch losses over the last tenth of the steps (up to `until`); infinite if the run diverged before.
 
-        Losses are logged before the update, every ten steps; the last tenth is what `paper/figures.md` gives for each published curve.
+        NaN of a run that was to stop before `until`. Losses are logged before the update, every ten steps; the last tenth is what
+        `paper/figures.md` gives for each published curve.
         """
         steps, losses = self.series["step"], self.series["loss"]
-        last = min(until or self.setting.steps, self.setting.steps)
+        last = until or self.setting.steps
         if self.status != "finished" and (not steps or steps[-1] <= last):
             return math.inf
+        if last > self.setting.steps:
+            return math.nan
         tail = [y for x, y in zip(steps, losses, strict=True) if 0.9 * last < x <= last]
         return statistics.fmean(tail) if tail else math.nan
 

@@ -15,6 +15,7 @@ from foof.study.setting import Record, Setting
 
 Get = Callable[[Setting], Record | None]  # the record of a setting, if there is one
 RunAll = Callable[[Sequence[Setting]], list[Record]]  # settings to their records in order, e.g. a sweep with its store
+CHALLENGERS = 2  # of a centre
 
 
 def lr_at(i: int) -> float:
@@ -68,7 +69,7 @@ class Search:
     centre: tuple[float, float | str | None] | None = None
     known: bool = True
     urgency: int = 0  # of several searches, lower ones are run first
-    also: tuple[tuple[float, float | str | None], ...] = ()  # pairs (lr, λ) beyond the grid's rectangle: its edge
+    also: tuple[tuple[float, float | str | None], ...] = ()  # pairs (lr, λ) beyond the grid's rectangle
     grid_steps: int | None = None  # None: all steps
 
     @property
@@ -85,6 +86,13 @@ class Search:
     def searched(self) -> bool:
         """Whether its settings come from a search once its grid is done."""
         return len(self.grid) > 1 or (self.centre is not None and self.known)
+
+    def on_edge(self, best: Setting) -> bool:
+        """Is its λ the smallest or largest of the grid, or its learning rate that of those at its λ? A single value is no grid."""
+        lrs = {s.lr for s in self.grid if s.damping == best.damping}
+        dampings = {s.damping for s in self.grid if isinstance(s.damping, float)}
+        some_lrs, some_dampings = len({s.lr for s in self.grid}) > 1, len(dampings) > 1
+        return (some_lrs and best.lr in (min(lrs), max(lrs))) or (some_dampings and best.damping in (min(dampings), max(dampings)))
 
     def around(self, best: Setting) -> Search:
         """This search with its grids extended where `best` lies on an edge; equal to it where there is nothing to extend."""
@@ -107,10 +115,6 @@ class Tuned:
     searched: bool = True  # the settings come from a search, here or in the paper
     grid_done: bool = True  # all of the grid has been run
     grid_steps: int | None = None  # where `tried` were compared; None: at their ends
-
-    def trial_loss(self, record: Record) -> float:
-        """What one of `tried` was judged by."""
-        return _trial_loss(record, self.grid_steps)
 
 
 @dataclass(frozen=True)
@@ -139,25 +143,58 @@ def look(search: Search, get: Get) -> Look:
         found = _seeds(search, centre, get, search.known)
         if found.missing:
             return found
+
+    def loss(setting: Setting) -> float:
+        return _trial_loss(trials[setting], search.grid_steps)
+
     current, rounds = search, 0
     while True:
         trials, missing = _trials(current, get)
         known = found.tuned and replace(found.tuned, tried=tuple(trials.values()), grid_steps=search.grid_steps) if centre else None
         if missing:
             return Look(missing, known)
-        best = min(trials, key=lambda s: _trial_loss(trials[s], search.grid_steps))
+        best = min(trials, key=loss)
         wider = current.around(best)
         if wider == current or rounds == search.extend:
             break
         current, rounds = wider, rounds + 1
-    if centre and best != centre:
-        if missing := _missing_to_replace(search, centre, best, get):
-            return Look(missing, known)
-        best = min((centre, best), key=lambda s: _mean_score(search, s, get))
-    found, edge = _seeds(search, best, get, search.searched), current.around(best) != current or (best.lr, best.damping) in search.also
+    if centre:
+        contest = _contest(search, centre, sorted(trials, key=loss), get)
+        if contest.missing:
+            return Look(contest.missing, known)
+        best = contest.winner
+    found, edge = _seeds(search, best, get, search.searched), current.on_edge(best) and not (search.known and best == centre)
     tried = tuple(trials.values())
     done = found.tuned and replace(found.tuned, tried=tried, on_edge=edge, grid_done=True, grid_steps=search.grid_steps)
     return Look(found.missing, done)
+
+
+@dataclass(frozen=True)
+class _Contest:
+    winner: Setting
+    missing: tuple[Setting, ...] = ()  # what must be run before it is decided
+
+
+def _contest(search: Search, centre: Setting, ranking: Sequence[Setting], get: Get) -> _Contest:
+    """Does a better trial replace the centre? One run at full length must end below it, then the mean over all seeds.
+
+    Of those that did better than the centre in the grid the best is asked first, then the second, no more.
+    """
+    for challenger in ranking[: min(ranking.index(centre), CHALLENGERS)] if centre in ranking else ranking[:CHALLENGERS]:
+        first, before = get(challenger), get(centre)
+        if first is None:
+            return _Contest(centre, (challenger,))
+        if before is None or first.score < before.score:
+            if missing := _seeds(search, challenger, get, True).missing:
+                return _Contest(centre, missing)
+            if _mean_score(search, challenger, get) < _mean_score(search, centre, get):
+                return _Contest(challenger)
+    return _Contest(centre)
+
+
+def _mean_score(search: Search, setting: Setting, get: Get) -> float:
+    """Over all seeds; infinite where one has diverged."""
+    return statistics.fmean(record.score for i in range(search.seeds) if (record := get(setting.but(seed=i))))
 
 
 def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Setting, ...]]:
@@ -166,22 +203,8 @@ def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Sett
     return found, tuple(short for full, short in zip(search.grid, search.short_grid, strict=True) if full not in found)
 
 
-def _missing_to_replace(search: Search, centre: Setting, best: Setting, get: Get) -> tuple[Setting, ...]:
-    """Runs that decide whether the best trial replaces the centre: one at full length, and all seeds if that ends below."""
-    first, before = get(best), get(centre)
-    if first is None:
-        return (best,)
-    return _seeds(search, best, get, True).missing if before and first.score < before.score else ()
-
-
-def _mean_score(search: Search, setting: Setting, get: Get) -> float:
-    """Over all seeds; infinite where one is missing or has diverged."""
-    records = [get(setting.but(seed=i)) for i in range(search.seeds)]
-    return statistics.fmean(r.score if r else math.inf for r in records)
-
-
 def _trial_loss(record: Record, grid_steps: int | None) -> float:
-    return record.score if grid_steps is None else record.end_loss(grid_steps)
+    return record.score if grid_steps is None else record.end_loss(min(grid_steps, record.setting.steps))
 
 
 def _seeds(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
@@ -192,11 +215,20 @@ def _seeds(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
     return Look(tuple(s for s in settings if get(s) is None), tuned)
 
 
-def tune_all(searches: Mapping[str, Search], run_all: RunAll) -> dict[str, Tuned]:
-    """Run searches side by side, round by round, until nothing is missing: urgent ones first, first seeds first."""
+def tune_all(searches: Mapping[str, Search], run_all: RunAll, stored: Get = lambda _: None) -> dict[str, Tuned]:
+    """Run searches side by side, round by round, until nothing is missing: urgent ones first, first seeds first.
+
+    What is `stored` already need not be run, nor a short run where there is a long one of the same setting.
+    """
     known: dict[Setting, Record] = {}
+
+    def get(setting: Setting) -> Record | None:
+        if setting not in known and (record := stored(setting)):
+            known[setting] = record
+        return known.get(setting)
+
     while True:
-        looks = {name: look(search, known.get) for name, search in searches.items()}
+        looks = {name: look(search, get) for name, search in searches.items()}
         wanted = [(search.urgency, s.seed, s) for name, search in searches.items() for s in looks[name].missing]
         if not wanted:
             return {name: found.tuned for name, found in looks.items() if found.tuned}
