@@ -57,7 +57,7 @@ def findings(found: list[Outcome]) -> str:
     decided = sum(counts[r] for r in (Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED))
     lines = [
         f"Of {len(verdicts)} statements on Fashion-MNIST and MNIST, {decided} have been run at the paper's scale so far: "
-        f"{counts[Ruling.HOLDS]} hold, {counts[Ruling.FAILS]} do not, {counts[Ruling.UNDECIDED]} are undecided.", "", top.sentence, "",
+        f"{counts[Ruling.HOLDS]} hold, {counts[Ruling.FAILS]} not, {counts[Ruling.UNDECIDED]} are undecided.", "", top.sentence, "",
     ]  # fmt: skip
     failing = [f"- *{v.claim}* ({v.where}) " + "; ".join(v.measured.splitlines()) for v in verdicts if v.ruling is Ruling.FAILS]
     return "\n".join([*lines, *(["What does not hold:", "", *failing] if failing else [])]) + "\n"
