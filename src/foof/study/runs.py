@@ -124,7 +124,7 @@ def fig2b(p: Preset, d: str) -> Runs:
 
 def fig2c(p: Preset, d: str) -> Runs:
     layers = full_batch(p, d).but(optimizer="natural", options=(("blocks", "layer"),))
-    full = layers.but(options=(("blocks", "layer"), ("fisher", "full")))
+    full = layers.but(options=(("blocks", "layer"), ("fisher", "full")), steps=p.full_steps // 2 if p.centred else p.full_steps)
     return {
         KFAC: fig1d(p, d)[KFAC],
         BY_LAYER_FULL: search(p, full, (0.03, 0.1), grid_steps=FULL_GRID),
