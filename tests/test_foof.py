@@ -74,6 +74,62 @@ def test_biases_of_layers_that_tie_only_their_weight_are_stepped_by_the_rest(nam
             torch.testing.assert_close(ours, theirs - 0.1 * theirs.grad)
 
 
+class SharedBias(nn.Module):
+    """Two layers with one bias."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.b.bias = self.a.bias
+
+    def forward(self, x):
+        return self.a(x) * self.b(x)
+
+
+@pytest.mark.parametrize("name", ["foof", "kfac-deferred"])
+def test_a_bias_of_two_layers_is_stepped_once_by_the_rest(name):
+    model, rest = SharedBias().double(), {"name": "sgd", "lr": 0.1}
+    opt = foof.FOOF(model, rest=rest) if name == "foof" else foof.KFAC(model, rest=rest, deferred=True)
+    for t in range(3):
+        x, y = batch(t)
+        x, twin = x.double(), copy.deepcopy(model)
+        nn.functional.cross_entropy(twin(x), y).backward()
+        opt.zero_grad()
+        out = model(x)
+        opt.update_curvature(out)
+        nn.functional.cross_entropy(out, y).backward()
+        opt.step()
+        torch.testing.assert_close(model.a.bias, twin.a.bias - 0.1 * twin.a.bias.grad)
+
+
+@pytest.mark.parametrize("method", ["foof", "kfac"])
+def test_precondition_leaves_what_the_optimizer_does_not_own(method):
+    """Of the first layer it owns the weight alone, of the last nothing; what is not cleared there changes nothing here."""
+    ends = []
+    for cleared in (True, False):
+        torch.manual_seed(0)
+        model = mlp(4, 5, 5, 3).double()
+        sgd = torch.optim.SGD([model[0].weight, *model[2].parameters()], lr=0.1)
+        opt = foof.precondition(sgd, model, method=method, T=1, **({"deferred": True, "fisher": "full"} if method == "kfac" else {}))
+        for t in range(3):
+            x, y = batch(t)
+            x, twin = x.double(), copy.deepcopy(model)
+            nn.functional.cross_entropy(twin(x), y).backward()
+            (model if cleared else opt).zero_grad()
+            out = model(x)
+            opt.update_curvature(out)
+            nn.functional.cross_entropy(out, y).backward()
+            for p, plain in zip(model.parameters(), twin.parameters(), strict=True):
+                if cleared and not any(p is q for q in sgd.param_groups[0]["params"]):
+                    torch.testing.assert_close(p.grad, plain.grad)
+            opt.step()
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+    with pytest.raises(ValueError, match=r"no layer to cover.*not a parameter of the optimizer"):
+        foof.precondition(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), mlp(4, 5, 3))
+
+
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (3, 1), (4, 2), (5, 5)])
 def test_slow_twin_of_algorithm_1(T, S):
     """Algorithm 1 line by line on a linear model, beside FOOF, step by step."""

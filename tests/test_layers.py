@@ -36,6 +36,22 @@ class Wrapped(nn.Linear):
         return super().forward(x) + 1
 
 
+class Standardised(nn.Conv2d):
+    """Weight standardisation the usual way: past ``forward``."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+def test_a_layer_that_computes_something_else_is_not_covered():
+    patched = nn.Linear(4, 4)
+    patched.forward = lambda x, forward=patched.forward: 2 * forward(x)
+    layers, rest = covered_layers(nn.ModuleDict({"conv": Standardised(2, 3, 3), "patched": patched, "plain": nn.Conv2d(2, 3, 3)}))
+    assert [layer.name for layer in layers] == ["plain"]
+    assert "Standardised overrides Conv2d.forward or what it calls" in rest["conv.weight"]
+    assert "replaced on the instance" in rest["patched.bias"]
+
+
 def test_every_uncovered_parameter_has_a_reason():
     model = nn.ModuleDict({
         "attention": nn.MultiheadAttention(4, 2), "norm": nn.LayerNorm(4), "wrapped": Wrapped(4, 4), "lstm": nn.LSTM(4, 4),
@@ -66,6 +82,24 @@ def test_tied_layers_with_their_own_biases():
     layers, rest = covered_layers(nn.Sequential(first, second))
     assert [layer.m for layer in layers] == [4, 4]
     assert set(rest) == {"0.bias", "1.bias"}
+
+
+def test_a_bias_of_two_weights_is_part_of_neither():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.bias = first.bias
+    model = nn.Sequential(first, second)
+    layers, rest = covered_layers(model)
+    assert [layer.m for layer in layers] == [4, 4]
+    assert rest == {"0.bias": "shared by layers with other weights"}
+    assert [layer.m for layer in covered_layers(model, share_biases=True)[0]] == [5, 5]
+
+
+def test_only_owned_parameters_are_covered():
+    model = mlp(4, 5, 3)
+    layers, rest = covered_layers(model, owned={id(model[0].weight), id(model[2].bias)})
+    assert [(layer.name, layer.m) for layer in layers] == [("0", 4)]
+    assert rest["0.bias"] == rest["2.weight"] == "not a parameter of the optimizer"
+    assert rest["2.bias"] == "its weight is not a parameter of the optimizer"
 
 
 def test_transposed_linear_is_a_linear_layer():

@@ -266,7 +266,7 @@ class Fisher:
 
 def fisher_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[list[Layer], list[nn.Parameter]]:
     """The covered layers and parameters of a model; a warning names trainable parameters that are left out unasked."""
-    layers, rest = covered_layers(model, exclude)
+    layers, rest = covered_layers(model, exclude, share_biases=True)
     if not layers:
         raise ValueError("the model has no trainable linear, convolution or embedding layer, so there is no Fisher to speak of.")
     left_out = [f"{name} ({why})" for name, why in rest.items() if why != "excluded by request"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -299,15 +300,18 @@ KINDS: dict[type[nn.Module], type[Layer]] = {
     nn.Embedding: Embedding,
 }
 KINDS_BY_NAME: dict[str, type[Layer]] = {"transformers.pytorch_utils.Conv1D": TransposedLinear}  # kinds of libraries we do not import
+FORWARDS = {"forward", "_conv_forward"}  # what computes a module's output
 
 
 def kind_of(module: nn.Module) -> type[Layer] | None:
-    """The kind of a module, or None. A subclass counts while it keeps its parent's ``forward``."""
+    """The kind of a module, or None. A subclass, and an instance, counts while it keeps the ``forward`` of that kind."""
     cls = type(module)
+    if not FORWARDS.isdisjoint(vars(module)):
+        return None
     if kind := KINDS_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}"):
         return kind
     for known, kind in KINDS.items():
-        if isinstance(module, known) and cls.forward is known.forward:
+        if isinstance(module, known) and all(getattr(cls, name, None) is getattr(known, name, None) for name in FORWARDS):
             return kind
     return None
 
@@ -334,12 +338,14 @@ def refusal(name: str, module: nn.Module, parent: nn.Module | None) -> str | Non
     return None
 
 
-def covered_layers(model: nn.Module, exclude: Iterator[str] | tuple[str, ...] = ()) -> tuple[list[Layer], dict[str, str]]:
+def covered_layers(model: nn.Module, exclude: Iterator[str] | tuple[str, ...] = (), owned: Container[int] | None = None,
+                   share_biases: bool = False) -> tuple[list[Layer], dict[str, str]]:  # fmt: skip
     """The layers of a model that gradient descent on neurons can cover, and for each other trainable parameter why not.
 
-    ``exclude`` names modules (with all inside them) to leave alone.
+    ``exclude`` names modules (with all inside them) to leave alone; ``owned`` holds the ids of the parameters to choose from.
+    ``share_biases``: may a bias belong to several weights? Then there is no one matrix ``[W, bias]`` that it is part of.
     """
-    excluded = tuple(exclude)
+    excluded, owned = tuple(exclude), {id(p) for p in model.parameters()} if owned is None else owned
     modules = dict(model.named_modules())
     for name in excluded:
         if name not in modules:
@@ -347,36 +353,35 @@ def covered_layers(model: nn.Module, exclude: Iterator[str] | tuple[str, ...] = 
     layers: list[Layer] = []
     why: dict[int, str] = {}
     for name, module in modules.items():
-        reason: str | None
-        if any(name == other or name.startswith(other + ".") for other in excluded):
-            reason = "excluded by request"
-        elif (kind := kind_of(module)) is None:
-            reason = _no_kind(module)
-        else:
-            reason = refusal(name, module, modules.get(name.rpartition(".")[0]))
-            if reason is None:
-                layers.append(kind(name, module))
+        reason: str | None = "excluded by request"
+        if not any(name == other or name.startswith(other + ".") for other in excluded):
+            kind = kind_of(module)
+            reason = refusal(name, module, modules.get(name.rpartition(".")[0])) if kind else _no_kind(module)
+            if kind and reason is None and id(module.weight) in owned:
+                layers.append(kind(name, module, with_bias=id(module._parameters.get("bias")) in owned))
                 continue
-        why.update({id(p): reason for p in module.parameters(recurse=False)})
-    layers = _without_rival_biases(layers, why)
+        why.update({id(p): reason or "its weight is not a parameter of the optimizer" for p in module.parameters(recurse=False)})
+    layers = _without_rival_biases(layers, why, share_biases)
     covered = {id(p) for layer in layers for p in layer.parameters}
     rest = {
-        name: why.get(id(p), "not of the form b = W a")
+        name: why.get(id(p), "not of the form b = W a") if id(p) in owned else "not a parameter of the optimizer"
         for name, p in model.named_parameters()
         if p.requires_grad and id(p) not in covered
     }
     return layers, rest
 
 
-def _without_rival_biases(layers: list[Layer], why: dict[int, str]) -> list[Layer]:
-    """Layers that tie their weight but not their bias share one second moment, so their biases go to the rest."""
-    biases: dict[tuple[int, type[Layer]], set[int | None]] = {}
+def _without_rival_biases(layers: list[Layer], why: dict[int, str], share_biases: bool) -> list[Layer]:
+    """Layers that tie one of weight and bias but not the other have no one matrix ``[W, bias]``, so their biases go to the rest."""
+    biases, weights = defaultdict[Any, set[int]](set), defaultdict[int, set[int]](set)
     for layer in layers:
-        biases.setdefault((id(layer.weight), type(layer)), set()).add(None if layer.bias is None else id(layer.bias))
+        biases[id(layer.weight), type(layer)].add(id(layer.bias))
+        weights[id(layer.bias)].add(id(layer.weight))
     kept = []
     for layer in layers:
-        if len(biases[id(layer.weight), type(layer)]) > 1 and layer.bias is not None:
-            why[id(layer.bias)] = "its weight is tied to a layer with another bias"
+        torn = len(biases[id(layer.weight), type(layer)]) > 1
+        if layer.bias is not None and (torn or (len(weights[id(layer.bias)]) > 1 and not share_biases)):
+            why[id(layer.bias)] = "its weight is tied to a layer with another bias" if torn else "shared by layers with other weights"
             layer = type(layer)(layer.name, layer.module, with_bias=False)
         kept.append(layer)
     return kept
@@ -385,6 +390,8 @@ def _without_rival_biases(layers: list[Layer], why: dict[int, str]) -> list[Laye
 def _no_kind(module: nn.Module) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention calls its projections functionally, past their hooks; write q, k, v and out as nn.Linear"
+    if not FORWARDS.isdisjoint(vars(module)):
+        return "its forward() has been replaced on the instance"
     if isinstance(module, tuple(KINDS)):
-        return f"{type(module).__name__} overrides {type(module).__mro__[1].__name__}.forward"
+        return f"{type(module).__name__} overrides {type(module).__mro__[1].__name__}.forward or what it calls"
     return f"{type(module).__name__} is not of the form b = W a"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -75,8 +75,9 @@ class KroneckerPreconditioner(Preconditioner):
 
     def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], ema: float, T: int, S: int | None,
                  exclude: Iterable[str], kind: type[AnyFactor], estimate: FisherEstimate, deferred: bool,
-                 generator: torch.Generator | int | None, process_group: Any = None) -> None:  # fmt: skip
-        super().__init__(model, damping, ema, T, S, exclude, process_group)
+                 generator: torch.Generator | int | None, process_group: Any = None,
+                 owned: Container[int] | None = None) -> None:  # fmt: skip
+        super().__init__(model, damping, ema, T, S, exclude, process_group, owned)
         if any(distributed.is_sharded(block.layer.weight) for block in self.blocks):
             self.remove()
             raise NotImplementedError(

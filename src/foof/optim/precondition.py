@@ -21,7 +21,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
 
     Returns the same optimizer, with ``optimizer.preconditioner`` added: ``optimizer.preconditioner.initialise(batches)`` gathers
     statistics before training, ``.remove()`` takes everything off again. Its state dict carries the statistics along. Parameters
-    that are not covered, and covered ones the optimizer does not own, are untouched by this.
+    that are not covered, and those that are not the optimizer's (now: not those that join later), keep their plain gradients.
 
     ``method="kfac"`` takes KFAC's further options (``damping_mode``, ``fisher``, ``likelihood``, ...) and needs
     ``optimizer.update_curvature(out)`` between the forward pass and ``backward()``; for FOOF that is a no-op.
@@ -32,7 +32,8 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
         raise ValueError(f'method must be "foof" or "kfac", got {method!r}.')
     if hasattr(optimizer, "preconditioner"):
         raise ValueError("this optimizer is on neurons already; call optimizer.preconditioner.remove() and make a new one.")
-    attached = METHODS[method](model, Damping(damping, relative), ema, T, S, exclude, process_group, **kfac)
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    attached = METHODS[method](model, Damping(damping, relative), ema, T, S, exclude, process_group, owned, **kfac)
     attached.attach(optimizer)
     optimizer.preconditioner = attached  # type: ignore[attr-defined]
     optimizer.update_curvature = attached.update_curvature  # type: ignore[attr-defined]
@@ -40,21 +41,21 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
 
 
 def _foof(model: nn.Module, damping: Damping, ema: float, T: int, S: int | None, exclude: Iterable[str],
-          process_group: Any, **unknown: Any) -> Preconditioner:  # fmt: skip
+          process_group: Any, owned: set[int], **unknown: Any) -> Preconditioner:  # fmt: skip
     if unknown:
         raise TypeError(f"FOOF has no options {', '.join(sorted(unknown))}.")
-    return Preconditioner(model, lambda _: damping, ema, T, S, exclude, process_group)
+    return Preconditioner(model, lambda _: damping, ema, T, S, exclude, process_group, owned)
 
 
 def _kfac(model: nn.Module, damping: Damping, ema: float, T: int, S: int | None, exclude: Iterable[str],
-          process_group: Any, *,
+          process_group: Any, owned: set[int], *,
           damping_mode: str = "heuristic", fisher: str = "mc", samples: int = 1, likelihood: Any = "categorical",
           datapoints: int | None = None, rows: str = "mean", second_factor: str = "keep", deferred: bool = False,
           generator: Any = None) -> Preconditioner:  # fmt: skip
     absolute(damping)
     estimate = fisher_estimate(fisher, samples, likelihood, datapoints, rows)
     kind = factor_named(damping_mode, second_factor)
-    options = kind, estimate, deferred, generator, process_group
+    options = kind, estimate, deferred, generator, process_group, owned
     return KroneckerPreconditioner(model, lambda _: damping, ema, T, S, exclude, *options)
 
 

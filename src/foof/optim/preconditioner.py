@@ -7,7 +7,7 @@ schedule and whose state dict carries the statistics). ``FOOF`` and ``KFAC`` own
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,12 +50,12 @@ class Preconditioner:
     deferred = False  # are gradients left as they are in the backward pass and preconditioned all at once when the step is taken?
 
     def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], ema: float, T: int, S: int | None,
-                 exclude: Iterable[str] = (), process_group: Any = None) -> None:  # fmt: skip
+                 exclude: Iterable[str] = (), process_group: Any = None, owned: Container[int] | None = None) -> None:  # fmt: skip
         if not 0 <= ema < 1:
             raise ValueError(f"ema is the decay m of the moving averages: it must be in [0, 1), got {ema}.")
         self.schedule = Schedule(T, min(T, 10) if S is None else S)
         model = unwrapped(model)
-        layers, self.rest = covered_layers(model, tuple(exclude))
+        layers, self.rest = covered_layers(model, tuple(exclude), owned)
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("the model has no trainable parameters (an empty parameter list).")
         if not layers:
