@@ -224,6 +224,13 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_a_hook_that_changes_an_output_is_part_of_the_model() -> None:
+    torch.manual_seed(0)
+    model, x = mlp(4, 5, 3).double(), torch.randn(6, 4).double()
+    model[0].register_forward_hook(lambda module, args, out: torch.sin(3 * out))
+    close(foof.Fisher(model, x, "full").dense(), oracle.full_fisher(model, x, list(model.parameters()), "categorical"))
+
+
 def test_beside_an_optimizer_on_neurons() -> None:
     model, x, _ = case("mlp")
     expected = foof.Fisher(model, x, "full").dense()

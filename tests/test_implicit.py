@@ -51,6 +51,27 @@ def test_the_l2_strength_of_a_classifier_matches_the_unrolled_gradient() -> None
     assert ours.item() == pytest.approx(unrolled.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("attached", ["inner", "outer"])
+def test_losses_that_go_through_an_optimizer_on_neurons_are_refused(attached: str) -> None:
+    """Their gradients are neuron gradients, whether or not the optimizer is still there when they are computed."""
+    torch.manual_seed(0)
+    model, x, h = nn.Linear(3, 2).double(), torch.randn(5, 3).double(), torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    F = foof.Fisher(model, x, "full")
+
+    def losses() -> dict[str, Tensor]:
+        return {"inner": model(x).square().mean() + h * model.weight.square().sum(), "outer": model(x).sum()}
+
+    plain = losses()
+    opt = foof.FOOF(model)
+    (expected,) = hypergradient(F, plain["inner"], plain["outer"], h, damping=1.0)
+    mixed = {**losses(), **{name: loss for name, loss in plain.items() if name != attached}}
+    opt.remove()
+    with pytest.raises(ValueError, match=r"call opt.remove\(\) before building the losses"):
+        hypergradient(F, mixed["inner"], mixed["outer"], h, damping=1.0)
+    again = losses()
+    torch.testing.assert_close(hypergradient(F, again["inner"], again["outer"], h, damping=1.0)[0], expected)
+
+
 def test_what_the_outer_loss_says_directly_is_added_and_nothing_to_differentiate_is_an_error() -> None:
     model, x = nn.Linear(3, 2), torch.randn(5, 3)
     h = torch.tensor(0.5, requires_grad=True)

@@ -127,6 +127,43 @@ def test_the_last_tap_is_on_top():
     assert existing_tap(model) is None
 
 
+@pytest.mark.parametrize("made", ["before", "after", "beside"])
+def test_a_hook_that_changes_the_output_comes_after_the_tap(made):
+    """Registered before the tap or after it, and with an optimizer's tap below."""
+    model, x = mlp(4, 5, 3).double(), torch.randn(6, 4, dtype=torch.float64)
+
+    def register():
+        return model[0].register_forward_hook(lambda module, args, out: torch.sin(3 * out))
+
+    handle = register()
+    expected = gradients(model, x)
+    handle.remove()
+    if made != "after":
+        register()
+    below, receiver = Plain(), Plain()
+    if made == "beside":
+        taps = [Tap(layer, below) for layer in covered_layers(model)[0]]
+        assert taps
+    with tapped(covered_layers(model)[0], receiver):
+        if made == "after":
+            register()
+        ours = gradients(model, x)
+    assert all(torch.allclose(a, b) for a, b in zip(ours, expected, strict=True))
+    assert (len(below.passes), len(receiver.passes)) == (0, 2)
+
+
+def test_a_hook_put_before_the_tap_is_refused():
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    with tapped(covered_layers(model)[0], Plain()):
+        handle = model.register_forward_hook(lambda module, args, out: 2 * out, prepend=True)
+        with pytest.raises(RuntimeError, match="Register it without prepend"):
+            model(x)
+        with torch.no_grad():
+            model(x)
+        handle.remove()
+        model(x)
+
+
 def test_no_graph_is_kept_twice():
     """The layer's own backward node is dropped: the output hangs on the tap alone."""
     model, x = nn.Linear(4, 3), torch.randn(2, 4)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foof.fisher import Diagonal, Fisher
+from foof.tap import behind_a_tap
 
 __all__ = ["hypergradient"]
 
@@ -23,6 +24,8 @@ __all__ = ["hypergradient"]
 def hypergradient(fisher: Fisher, inner_loss: Tensor, outer_loss: Tensor, hyperparameters: Tensor | Sequence[Tensor], *,
                   damping: Diagonal, scale: float = 1.0, refine: int = 1) -> list[Tensor]:  # fmt: skip
     """``dV/dh`` for each hyperparameter h, at a minimum of the inner loss.
+
+    Both losses need plain gradients: build them while no optimizer on neurons is attached to the model (``opt.remove()``).
 
     Args:
         fisher: of the inner problem at its minimum. Its labels should be ``"full"``; for weighted datapoints see ``scale``.
@@ -33,6 +36,11 @@ def hypergradient(fisher: Fisher, inner_loss: Tensor, outer_loss: Tensor, hyperp
         scale: of the Fisher in the Hessian, where the inner loss is not a plain mean over datapoints.
         refine: corrections of the solve by its residual.
     """
+    if behind_a_tap(inner_loss, outer_loss):
+        raise ValueError(
+            "the losses go through an optimizer on neurons, whose gradients are neuron gradients and cannot be differentiated again: "
+            "call opt.remove() before building the losses."
+        )
     hs = [hyperparameters] if isinstance(hyperparameters, Tensor) else list(hyperparameters)
     params = fisher.params
     outer = torch.autograd.grad(outer_loss, [*params, *hs], retain_graph=True, allow_unused=True)

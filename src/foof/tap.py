@@ -89,12 +89,16 @@ class Tap(Hook):
     The receiver is held weakly, so that an optimizer nobody keeps lets go of its model.
     """
 
-    def __init__(self, layer: Layer, receiver: Receiver, first: bool = True) -> None:
+    def __init__(self, layer: Layer, receiver: Receiver) -> None:
         self.layer = layer
         self.fired = False  # has the layer been called in training?
         self._receiver = weakref.ref(receiver)
-        # First in line: before FSDP reshards the weight. A Fisher pass goes last, on top of any other tap.
-        self._handle = layer.module.register_forward_hook(self, with_kwargs=True, prepend=first)
+        hooks = layer.module._forward_hooks
+        earlier = [key for key, hook in hooks.items() if isinstance(hook, Tap)]
+        # First in line: before FSDP reshards the weight, and before hooks that change the output.
+        self._handle = layer.module.register_forward_hook(self, with_kwargs=True, prepend=True)
+        for key in reversed(earlier):  # but on top of any other tap
+            hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
 
     @_disable_dynamo  # one clean break of a compiled graph; the public decorator would import the compiler with foof
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
@@ -107,9 +111,20 @@ class Tap(Hook):
                 f"{layer.label}: its weight is split for tensor parallelism, so no rank sees the whole layer; leave it out with "
                 f"exclude=[{layer.name!r}]."
             )
+        self._check_first(module)
         self.fired = True
         x = args[0] if args else next(iter(kwargs.values()))
         return _Junction.apply(out.detach(), x, weight, getattr(module, "bias", None), layer, receiver)
+
+    def _check_first(self, module: nn.Module) -> None:
+        for hook in module._forward_hooks.values():
+            if hook is self:
+                return
+            if not isinstance(hook, Hook):
+                raise RuntimeError(
+                    f"{self.layer.label}: a forward hook registered with prepend=True stands before foof's, which has to see the "
+                    "layer's own output. Register it without prepend, or before the optimizer is made."
+                )
 
     @property
     def receiver(self) -> Receiver | None:
@@ -120,7 +135,7 @@ class Tap(Hook):
         self._handle.remove()
 
 
-class _NoTap:
+class _NoTap(Hook):
     """What a copy of a tap becomes: a hook that does nothing."""
 
     def __call__(self, *_: Any) -> None:
@@ -144,6 +159,19 @@ def existing_tap(module: nn.Module) -> Tap | None:
     return None
 
 
+def behind_a_tap(*outputs: Tensor) -> bool:
+    """Would a backward pass from these go through a tap, so that gradients are what its receiver makes of them?"""
+    left, seen = [out.grad_fn for out in outputs], set[Any]()
+    while left:
+        node = left.pop()
+        if isinstance(node, _Junction._backward_cls):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return False
+
+
 def backward_pass_id() -> int:
     """A number that all nodes of one backward pass share, and no other pass has."""
     return torch._C._current_graph_task_id()
@@ -152,7 +180,7 @@ def backward_pass_id() -> int:
 @contextmanager
 def tapped(layers: Iterable[Layer], receiver: Receiver) -> Iterator[None]:
     """Tap these layers for as long as the context lasts, on top of any taps they have."""
-    taps = [Tap(layer, receiver, first=False) for layer in layers]
+    taps = [Tap(layer, receiver) for layer in layers]
     try:
         yield
     finally:
