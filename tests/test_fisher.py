@@ -203,6 +203,65 @@ def test_the_passes_may_be_cut_into_batches() -> None:
     close(foof.Fisher(model, x, "full", batch_size=2).dense(), foof.Fisher(model, x, "full").dense())
 
 
+class Routed(nn.Module):
+    """Each batch takes one of two layers, once or twice, by its first datapoint."""
+
+    def __init__(self, times: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.head, self.times = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] > 0:
+            return self.head(self.a(x))
+        return self.head(self.a(self.a(x)) if self.times else self.b(x))
+
+
+@pytest.mark.parametrize("times", [True, False])
+@pytest.mark.parametrize("order", [1, -1])
+def test_batches_that_take_different_paths_are_refused(times: bool, order: int) -> None:
+    x = torch.randn(4, 3)
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0]) * order
+    with pytest.raises(ValueError, match=r"take different paths.*batch_size=None"):
+        foof.Fisher(Routed(times), x, "full", batch_size=2)
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor, negative: bool, scale: Tensor | None) -> Tensor:
+        return self.linear(-x if negative else x) * (1 if scale is None else scale)
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor(2.0)])
+def test_batches_of_inputs_with_options(scale: Tensor | None) -> None:
+    """What is no tensor over datapoints is the same for all of them."""
+    model, x = Optional(), torch.randn(5, 3).double()
+    expected = foof.Fisher(model, (x, True, scale), "full").dense()
+    close(foof.Fisher(model, {"x": x, "negative": True, "scale": scale}, "full", batch_size=2).dense(), expected)
+    close(foof.Fisher(model, (x, True, scale), "full", batch_size=2).dense(), expected)
+
+
+def test_indices_of_any_integer_type() -> None:
+    model, x = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2)).double(), torch.randint(0, 5, (4, 2))
+    close(foof.Fisher(model, x.int(), "full").dense(), foof.Fisher(model, x, "full").dense())
+
+
+@pytest.mark.parametrize("labels", ["full", "mc"])
+def test_positions_that_the_data_leave_out_are_left_out(labels: str) -> None:
+    """The Fisher is that of the positions with a loss."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 4).double(), torch.randn(5, 2, 3).double(), torch.randint(0, 4, (5, 2))
+    y[:, 1] = -100
+    F = foof.Fisher(model, x, labels, y, generator=torch.Generator().manual_seed(0))
+    alone = foof.Fisher(model, x[:, :1], "full")
+    if labels == "full":
+        close(F.dense(), alone.dense())
+    else:
+        assert F.trace() < foof.Fisher(model, x, labels, generator=torch.Generator().manual_seed(0)).trace()
+
+
 def test_the_operator_outlives_its_inputs_and_the_training_of_the_model() -> None:
     model, x, _ = case("mlp")
     F = foof.Fisher(model, x, "full")

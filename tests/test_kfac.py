@@ -100,6 +100,25 @@ def test_the_fisher_pass_computes_no_weight_gradient_and_leaves_gradients_alone(
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_positions_that_the_labels_leave_out_have_no_error():
+    """``Σ_E = 1/(N R) Σ (diag(p) - p pᵀ)`` over the positions that have a loss."""
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(5, 2, 4).double(), torch.randint(0, 3, (5, 2))
+    y[1:, 1] = -100
+    opt = foof.KFAC(model, fisher="full")
+    opt.update_curvature(out := model(x), y)
+    p = out.detach().softmax(-1)[y != -100]
+    nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()).backward()
+    opt.step()
+    expected = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)).sum(0) / 10
+    torch.testing.assert_close(opt.preconditioner.blocks[0].moments["Sigma_E"].value, expected)
+
+
+def test_categorical_outputs_without_a_class_dimension_are_refused():
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    with pytest.raises(ValueError, match="categorical outputs must be logits"):
+        foof.KFAC(model).update_curvature(model(torch.randn(6, 4)))
+
+
 def test_subsampled_kfac_uses_this_batch_only():
     """ema = 0: the factors of a step are those of the batch before it alone (T = 1)."""
     model = net()

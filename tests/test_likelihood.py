@@ -64,6 +64,28 @@ def test_ignored_positions_have_no_error():
     assert s[0, 1].abs().sum() == s[1, 2].abs().sum() == 0
 
 
+@pytest.mark.parametrize("source", ["mc", "full"])
+def test_ignored_positions_have_no_error_whatever_the_labels(source):
+    """Where the data's labels are given; those that are of no form that could say so are not looked at."""
+    out = torch.randn(2, 3, 4, dtype=torch.float64)
+    y = torch.tensor([[0, IGNORED, 2], [1, 1, IGNORED]])
+
+    def errors(y):
+        drawn = Labels(source).errors(LIKELIHOODS["categorical"], out, y, torch.Generator().manual_seed(0))
+        return torch.stack(list(drawn))
+
+    assert torch.equal(errors(y), errors(None) * (y != IGNORED).unsqueeze(-1))
+    for other in (y.clamp_min(0), torch.zeros(2, dtype=torch.int64), torch.rand(2, 3), torch.rand(2, 3, 4)):
+        assert torch.equal(errors(other), errors(None))
+
+
+def test_outputs_without_classes_last_are_refused():
+    with pytest.raises(ValueError, match=r"logits \(N, ..., C\), got \(3,\)"):
+        next(Labels("mc").errors(LIKELIHOODS["categorical"], torch.randn(3)))
+    with pytest.raises(ValueError, match="move the classes last"):
+        next(Labels("mc").errors(LIKELIHOODS["categorical"], torch.randn(2, 4, 5, 6), torch.zeros(2, 5, 6, dtype=torch.int64)))
+
+
 def test_what_cannot_be():
     out = torch.randn(3, 4)
     with pytest.raises(ValueError, match=r"must be in 0\.\.3"):

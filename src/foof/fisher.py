@@ -35,7 +35,9 @@ class Fisher:
         x: inputs, datapoints first: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         labels: ``"mc"``: ``samples`` labels per input drawn from the model; ``"full"``: all labels, weighted by their
             probability (K backward passes and K columns per input); ``"empirical"``: the data's labels ``y``.
-        likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance), or a ``foof.likelihood.Likelihood``.
+        y: the data's labels. Where they are given, categorical positions with label -100 are left out, whatever ``labels``.
+        likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance), or a ``foof.likelihood.Likelihood``, of
+            the model's outputs ``(N, ..., C)``: classes last.
         blocks: ``"full"``, or ``"layer"`` for the block-diagonal Fisher, one block per weight with its bias.
         dtype: precision of the Gram matrix and of solves; ``torch.float64`` for damping far below F's eigenvalues.
         batch_size: datapoints per forward pass, to bound the memory of the passes themselves.

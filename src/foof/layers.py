@@ -249,7 +249,7 @@ class Embedding(Layer):
 
     def input_rows(self, x: Tensor) -> Tensor:
         """One-hot rows ``(N, R, m)``: for tests and small models; nothing in training calls it."""
-        one_hot = F.one_hot(x.reshape(len(x) if x.dim() else 1, -1), self.m).to(self.weight.dtype)
+        one_hot = F.one_hot(x.reshape(len(x) if x.dim() else 1, -1).long(), self.m).to(self.weight.dtype)
         if self.padding_idx is not None:
             one_hot[..., self.padding_idx] = 0  # this row has no gradient, so it is no input either
         return one_hot

@@ -3,7 +3,8 @@
 For one datapoint with network output ``f`` the Fisher is ``Jᵀ H J``, with J the Jacobian of f and ``H = Cov_y[∂(-log p(y|f))/∂f]``.
 Everything here returns *output errors*: tensors ``s_k`` of the shape of the outputs ``(N, ..., C)``, for the loss of each datapoint
 alone (no 1/N), with ``Σ_k s_k s_kᵀ = H``, exactly (full) or in expectation (mc); with the data's labels (empirical) the sum is the
-empirical Fisher's. The class dimension is the last; dimensions between are positions (tokens) whose losses add.
+empirical Fisher's. The class dimension is the last; dimensions between are positions (tokens) whose losses add. Where the data's
+labels are given, categorical positions that these leave out (label -100) have no error, wherever the labels of the Fisher come from.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Likelihood(ABC):
         for s in self.enumerated(out):
             image += s * (s * u).flatten(1).sum(1).reshape(-1, *[1] * (u.dim() - 1))
         return image
+
+    def kept(self, out: Tensor, y: Tensor | None) -> Tensor | None:
+        """Which positions have a loss by the data's labels, ``(N, ..., 1)``; None: all of them. Raises for outputs of a wrong form."""
+        return None
 
     @abstractmethod
     def given(self, out: Tensor, y: Tensor) -> Tensor:
@@ -77,6 +82,20 @@ class Categorical(Likelihood):
     def hessian_product(self, out: Tensor, u: Tensor) -> Tensor:
         p = out.softmax(-1)
         return p * (u - (p * u).sum(-1, keepdim=True))
+
+    def kept(self, out: Tensor, y: Tensor | None) -> Tensor | None:
+        if out.dim() < 2:
+            raise ValueError(f"categorical outputs must be logits (N, ..., C), got {tuple(out.shape)}: without classes, use bernoulli.")
+        if not isinstance(y, Tensor) or y.is_floating_point():
+            return None
+        if y.shape != out.shape[:-1]:
+            if y.shape == out.shape[:1] + out.shape[2:]:
+                raise ValueError(
+                    f"categorical outputs must be logits (N, ..., C), got {tuple(out.shape)} with labels {tuple(y.shape)}: move the "
+                    "classes last, out.movedim(1, -1)."
+                )
+            return None
+        return (y != IGNORED).to(out.device).unsqueeze(-1)
 
     def given(self, out: Tensor, y: Tensor) -> Tensor:
         kept = self._check(out, y)
@@ -198,11 +217,14 @@ class Labels:
                generator: torch.Generator | None = None) -> Iterator[Tensor]:  # fmt: skip
         """The output errors, one tensor ``(N, ..., C)`` per backward pass, with ``F = 1/N Σ_i Σ_k J_iᵀ s_ik s_ikᵀ J_i``."""
         out = out.detach()
+        kept = likelihood.kept(out, y)
         if self.source == "full":
-            yield from likelihood.enumerated(out)
+            for error in likelihood.enumerated(out):
+                yield error if kept is None else error * kept
         elif self.source == "mc":
             for _ in range(self.samples):
-                yield likelihood.sampled(out, generator) / math.sqrt(self.samples)
+                error = likelihood.sampled(out, generator) / math.sqrt(self.samples)
+                yield error if kept is None else error * kept
         elif y is None:
             raise ValueError('the empirical Fisher needs the data\'s labels: pass y, or use labels "mc" or "full".')
         else:

@@ -99,21 +99,30 @@ def pieces(inputs: Any, y: Tensor | None, batch_size: int | None) -> Iterable[tu
         return
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-    tensors = list(inputs.values()) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else [inputs]
-    if len({len(t) for t in tensors}) != 1:
-        raise ValueError(f"batch_size needs inputs with one first dimension, got {[tuple(t.shape) for t in tensors]}.")
-    for chunk in chunks(len(tensors[0]), batch_size):
+    values = list(inputs.values()) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else [inputs]
+    shapes = [tuple(t.shape) for t in values if _has_datapoints(t)]
+    if len({shape[0] for shape in shapes}) != 1:
+        raise ValueError(f"batch_size needs inputs with one first dimension, got {shapes}.")
+    for chunk in chunks(shapes[0][0], batch_size):
+        cut = [t[chunk] if _has_datapoints(t) else t for t in values]
         if isinstance(inputs, Mapping):
-            part: Any = {name: t[chunk] for name, t in inputs.items()}
+            part: Any = dict(zip(inputs, cut, strict=True))
         else:
-            part = tuple(t[chunk] for t in inputs) if isinstance(inputs, (tuple, list)) else inputs[chunk]
+            part = tuple(cut) if isinstance(inputs, (tuple, list)) else cut[0]
         yield part, None if y is None else y[chunk]
+
+
+def _has_datapoints(value: Any) -> bool:
+    """Is this a tensor over datapoints, or an option (a flag, a number, None) that is the same for all?"""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _joined(parts: list[list[Call]]) -> list[Call]:
     """The same calls of several batches as one, freeing each as it goes."""
     if len(parts) == 1:
         return parts[0]
+    if len({tuple(id(call.layer) for call in calls) for calls in parts}) > 1:
+        raise ValueError("datapoints of different batches take different paths through the model's layers; use batch_size=None.")
     joined = []
     for number in range(len(parts[0])):
         same = [calls[number] for calls in parts]

@@ -325,7 +325,7 @@ class KFAC(QuadraticModelSteps):
             ``"standard"``: ``(Σ ⊗ Σ_E + λI)⁻¹`` exactly (Eq. 3).
         fisher: labels from the model, ``samples`` for each input (``"mc"``), all of them weighted by their probability
             (``"full"``, one backward pass per class), or the data's (``"empirical"``: ``update_curvature(out, y)``).
-        likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs.
+        likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs; classes last, ``(N, ..., C)``.
         datapoints: how many of each batch feed the factors; None for all.
         rows: ``"mean"``, or ``"sum"``: Σ_E is R times as large, as in the paper's convolutions.
         second_factor: ``"keep"``, or an ablation of Appendix D.9, FOOF with KFAC's λ_A: ``"drop-scaled"`` times λ_E⁻¹ = λ_A/λ,
@@ -373,6 +373,7 @@ class KFAC(QuadraticModelSteps):
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Call between the forward pass and ``backward()`` with the model's outputs (and labels, for the empirical Fisher).
 
+        For other Fishers, too, categorical positions with label -100 are left out where labels aligned with the outputs are given.
         On S of every T steps it runs one backward pass per output error, recording errors only; on the others it does nothing.
         """
         super().update_curvature(out, y)

@@ -211,7 +211,7 @@ class NaturalGradient(QuadraticModelSteps):
         damping: λ > 0.
         fisher: labels drawn from the model, ``samples`` per input (``"mc"``), all of them weighted by their probability
             (``"full"``: one backward pass per class, a Gram matrix of (inputs · classes)²), or the data's (``"empirical"``).
-        likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs.
+        likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs; classes last, ``(N, ..., C)``.
         blocks: ``"full"``, or ``"layer"`` for the block-diagonal Fisher.
         T: F is renewed every T steps; in between, calls of ``update_curvature`` do nothing.
         adaptive: an ``Adaptive``, or True for all of it: damping, step size and momentum of Martens & Grosse (2015).
@@ -248,7 +248,7 @@ class NaturalGradient(QuadraticModelSteps):
     def update_curvature(self, out: Tensor | None = None, y: Tensor | None = None, *, inputs: Any = None) -> None:
         """A new Fisher, if one is due: from ``inputs`` (a batch of its own), or from ``out``, outputs of the training pass.
 
-        y: the labels, for the empirical Fisher.
+        y: the labels, for the empirical Fisher; with others, those with label -100 are left out (categorical).
         """
         self.preconditioner.update_curvature(out, y, inputs)
 
