@@ -66,6 +66,30 @@ def test_adaptive_step_and_momentum_minimise_the_quadratic_model():
         assert opt._predicted == pytest.approx((g @ previous + 0.5 * previous @ F @ previous).item())
 
 
+@pytest.mark.parametrize("kind", ["kfac", "natural"])
+def test_without_adaptive_steps_each_group_has_its_own_lr_and_momentum(kind):
+    """The same updates as without adaptation, and what the quadratic model expects of them."""
+    ends = []
+    for adaptive in (False, Adaptive(step=False, momentum=False)):
+        model, (x, y) = net().double(), batch(0, 8)
+        x, params = x.double(), list(model.parameters())
+        groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.3, "momentum": 0.9}]
+        options = {"lr": 0.1, "damping": 0.2, "fisher": "full", "groups": groups, "adaptive": adaptive, "T": 1}
+        opt = foof.KFAC(model, deferred=True, **options) if kind == "kfac" else foof.NaturalGradient(model, **options)
+        for _ in range(3):
+            F = full_fisher(model, x, params, "categorical")
+            opt.zero_grad()
+            out = model(x)
+            opt.update_curvature(out)
+            nn.functional.cross_entropy(out, y).backward()
+            g, before = torch.cat([p.grad.flatten() for p in params]), flat(model)
+            opt.step()
+        ends.append(flat(model))
+        delta = ends[-1] - before
+    assert relative_error(ends[1], ends[0]) < 1e-12
+    assert opt._predicted == pytest.approx((g @ delta + 0.5 * delta @ (F @ delta + 0.2 * delta)).item())
+
+
 def adaptive_end(two_calls):
     """Weights after some steps, on each of which a further forward pass may follow the one that is used."""
     model = net()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -255,3 +256,21 @@ def test_bad_input_is_explained() -> None:
     opt.zero_grad()
     with pytest.raises(RuntimeError, match="no gradient"):
         opt.step()
+
+
+def test_a_step_without_the_fisher_that_was_due_is_told_of_once() -> None:
+    torch.manual_seed(0)
+    model, x = mlp(4, 5, 3), torch.randn(6, 4)
+    opt = foof.NaturalGradient(model, T=2)
+    told = []
+    for t in range(6):
+        opt.zero_grad()
+        out = model(x)
+        if t < 2:
+            opt.update_curvature(out)
+        out.square().mean().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt.step()
+        told.append(["a new Fisher is due" in str(each.message) for each in caught])
+    assert told == [[], [], [True], [], [], []]

@@ -1,5 +1,7 @@
 """Bad input, and gradients that pass a layer by: what is refused or warned of, and that nothing is half changed."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -24,6 +26,8 @@ BAD = {
     "not one of this model's": lambda m: foof.FOOF(m, groups=[{"params": [nn.Parameter(torch.zeros(2))]}]),
     "unknown options": lambda m: foof.FOOF(m, groups=[{"params": m[0].parameters(), "lrr": 1}]),
     "groups: 1.weight, 1.bias not covered": lambda m: foof.FOOF(n := norm_net(), groups=[{"params": n[:2].parameters(), "lr": 1.0}]),
+    "0: its weight and bias have one damping": lambda m: foof.FOOF(m, groups=[{"params": [m[0].bias], "damping": 7.0}]),
+    "2: its weight and bias have one damping": lambda m: foof.NaturalGradient(m, groups=[{"params": [m[2].weight], "damping": 7.0}]),
     "no module named 'head'": lambda m: foof.FOOF(m, exclude=["head"]),
     "no layer to cover": lambda m: foof.FOOF(nn.LayerNorm(3)),
     "no trainable parameters": lambda m: foof.FOOF(m.requires_grad_(False)),
@@ -39,6 +43,28 @@ def test_bad_input_is_refused_and_nothing_is_half_changed(message):
     with pytest.raises(ValueError, match=message):
         BAD[message](model)
     assert not any(module._forward_hooks for module in model.modules()) or "batch" in message
+
+
+@pytest.mark.parametrize("make", [
+    lambda m: foof.FOOF(m.parameters()), lambda m: foof.KFAC(list(m.parameters())), lambda m: foof.NaturalGradient(m.parameters()),
+    lambda m: foof.FOOF(m.parameters(), groups=[{"params": m[0].weight}]),
+    lambda m: foof.precondition(torch.optim.SGD(m.parameters()), m.parameters()),
+    lambda m: foof.precondition(torch.optim.SGD(m.parameters()), m.parameters(), method="kfac"),
+])  # fmt: skip
+def test_parameters_in_place_of_the_model_are_refused(make):
+    with pytest.raises(TypeError, match="pass the model, got"):
+        make(mlp(4, 5, 3))
+
+
+def test_a_preconditioned_optimizer_is_not_copied():
+    """A copy would be the plain optimizer; once its preconditioner is removed, it is one."""
+    model = mlp(4, 5, 3)
+    opt = foof.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="tied to its model"):
+            copied(opt)
+    opt.preconditioner.remove()
+    assert copy.deepcopy(opt).param_groups[0]["lr"] == 0.1
 
 
 def test_complex_weights_are_refused():

@@ -162,7 +162,8 @@ class Schedule:
 
     In Algorithm 1's order, step t first updates the parameters with the inverse at hand, then inverts if ``inverts()``, then
     folds the step's batch into the averages if ``gathers()``. Without an initialisation before training (``warming_up``), every
-    one of the first T steps is gathered and inversions come after steps 0, 2, 4, 8, ... until the period T is reached.
+    one of the first T steps is gathered and inversions come after steps 0, 1, 2, 4, 8, ... until the period T is reached (after
+    step 1 nothing has changed since the very first inverse, so that nothing needs to be done).
     """
 
     T: int

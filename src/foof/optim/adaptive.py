@@ -90,35 +90,37 @@ class QuadraticModelSteps(NeuronOptimizer, ABC):
         if self.adaptive is None:
             super()._update(group)
             return
-        if group is self.param_groups[0]:  # one α and one μ for all groups
-            self._coefficients = self._model_step(group)
+        if group is self.param_groups[0]:
+            self._coefficients = self._model_step()
         assert self._coefficients is not None
-        alpha, mu = self._coefficients
+        alpha, mu = self._coefficients if self.adaptive.step else (group["lr"], group["momentum"])
         for p in group["params"]:
             if p.grad is not None:
                 previous = self._momentum(p)
                 previous.mul_(mu).sub_(p.grad, alpha=alpha)
                 p.add_(previous)
 
-    def _model_step(self, group: dict[str, Any]) -> tuple[float, float]:
-        """(α, μ), and what the quadratic model expects of them: ``M(δ) = gᵀδ + ½ δᵀ(F + λI)δ``."""
+    def _model_step(self) -> tuple[float, float]:
+        """(α, μ) for all groups, and what the quadratic model expects of the step: ``M(δ) = gᵀδ + ½ δᵀ(F + λI)δ``."""
         settings, attached = self.adaptive, self.preconditioner
         assert settings is not None
         params: list[nn.Parameter] = attached.params  # type: ignore[attr-defined]
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         plane = [torch.stack([torch.zeros_like(p) if p.grad is None else -p.grad, self._momentum(p)]) for p in params]
+        if not settings.step:  # each group's own lr and momentum: the step is the sum of the two
+            for p, u in zip(params, plane, strict=True):
+                u[0] *= group_of[id(p)]["lr"]
+                u[1] *= group_of[id(p)]["momentum"]
         C = self._fisher_in(plane)
         slope = C.new_zeros(2)
-        damping = {id(p): each["damping"] for each in self.param_groups if each["kind"] == "neurons" for p in each["params"]}
         for p, u, g in zip(params, plane, attached.raw, strict=True):  # type: ignore[attr-defined]
             flat = u.flatten(1).double()
-            C = C + damping[id(p)] * (flat @ flat.mT)
+            C = C + group_of[id(p)]["damping"] * (flat @ flat.mT)
             slope = slope + flat @ g.flatten().double()
         if settings.momentum:
             c, self._predicted = minimise(C, slope)
             return float(c[0]), float(c[1])
-        alpha, mu = group["lr"], group["momentum"]
-        if settings.step:
-            alpha, mu = float(minimise(C[:1, :1], slope[:1])[0]), 0.0
+        alpha, mu = (float(minimise(C[:1, :1], slope[:1])[0]), 0.0) if settings.step else (1.0, 1.0)
         c = torch.tensor([alpha, mu], dtype=torch.float64, device=C.device)
         self._predicted = float(slope @ c + 0.5 * c @ C @ c)
         return alpha, mu

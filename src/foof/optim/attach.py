@@ -52,6 +52,7 @@ def attach(optimizer: Optimizer, attached: Attachable) -> list[Any]:
         optimizer.register_load_state_dict_pre_hook(check),
         optimizer.register_load_state_dict_post_hook(lambda _: attached.load_state_dict(staged.pop())),
         ZeroGradHook(optimizer, attached.discard),
+        NoCopies(optimizer),
     ]
 
 
@@ -72,6 +73,27 @@ class ZeroGradHook:
         del vars(self.optimizer)["zero_grad"]  # that of its class is there again
         if self.own is not None:
             vars(self.optimizer)["zero_grad"] = self.own
+
+
+COPIED = (
+    "an optimizer on neurons is tied to its model: copy or save the model, make a new optimizer for the copy, and give it this one's "
+    "state with load_state_dict(state_dict())."
+)
+
+
+class NoCopies:
+    """Refuses copies and pickles of an optimizer, which would lack all that is attached to it, until removed."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+        def refuse(*_: Any) -> Any:
+            raise TypeError(COPIED)
+
+        vars(optimizer)["__reduce_ex__"] = refuse
+
+    def remove(self) -> None:
+        del vars(self.optimizer)["__reduce_ex__"]  # that of its class is there again
 
 
 def with_neurons(state: Mapping[str, Any], neurons: dict[str, Any]) -> dict[str, Any]:

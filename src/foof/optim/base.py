@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from foof.optim.attach import COPIED
+from foof.optim.block import unwrapped
 from foof.optim.preconditioner import Block, Damping, Preconditioner
 
 REST: dict[str, type[Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -38,7 +40,7 @@ class NeuronOptimizer(Optimizer):
                  maximize: bool, make_preconditioner: Callable[[Callable[[Block], Damping]], Preconditioner]) -> None:  # fmt: skip
         check_options(defaults)
         rest_class, rest_options = check_rest(rest, defaults["weight_decay"])
-        own_groups = [check_group(group, model) for group in groups]
+        own_groups = [check_group(group, unwrapped(model)) for group in groups]
         self.preconditioner = make_preconditioner(self._damping_of)
         try:
             covered = [p for block in self.preconditioner.blocks for layer in block.layers for p in layer.parameters]
@@ -55,6 +57,8 @@ class NeuronOptimizer(Optimizer):
             self._frozen = {name: p for name, p in self.preconditioner.model.named_parameters() if not p.requires_grad}
             # Now: within a backward pass under FSDP a layer's weight is another tensor.
             self._group_of = {id(block): number[id(block.layer.weight)] for block in self.preconditioner.blocks}
+            for block in self.preconditioner.blocks:
+                check_one_damping(block, [self.param_groups[number[id(p)]] for p in block.layer.parameters])
         except BaseException:
             self.preconditioner.remove()
             raise
@@ -121,10 +125,7 @@ class NeuronOptimizer(Optimizer):
         self.preconditioner.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "an optimizer on neurons is tied to its model: copy or save the model, make a new optimizer for the copy, and give it "
-            "this one's state with load_state_dict(state_dict())."
-        )
+        raise TypeError(COPIED)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_attached", False):
@@ -175,6 +176,12 @@ def check_covered(groups: Sequence[Mapping[str, Any]], rest: Mapping[nn.Paramete
     outside = [rest[p] for group in groups for p in group["params"] if p in rest]
     if outside:
         raise ValueError(f"groups: {', '.join(outside[:5])} not covered; leave them out, and say with rest=... how they are stepped.")
+
+
+def check_one_damping(block: Block, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a weight and its bias, which have one damped factor, are in groups of different damping."""
+    if len({(group["damping"], group["relative"]) for group in groups}) > 1:
+        raise ValueError(f"groups: {block.name}: its weight and bias have one damping; put both into groups with the same.")
 
 
 def _covered_groups(covered: list[nn.Parameter], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:

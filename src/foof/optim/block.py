@@ -104,6 +104,8 @@ class Block:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel or torch.compile, whose names are those without the wrapper."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"an optimizer on neurons needs the layers, not only their parameters: pass the model, got {type(model).__name__}.")
     while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
     return model

@@ -113,6 +113,8 @@ class NaturalPreconditioner(Preconditioner):
         check_frozen(self.blocks)
         if self.operator is None:
             raise RuntimeError("there is no Fisher yet: call opt.update_curvature(inputs=...), or (out), before step().")
+        if self.due:
+            self._warn("a new Fisher is due, but update_curvature was not called before step(): the old one is used again.", once=True)
         g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         self.raw = [each.clone() for each in g] if self.keeps_raw else []
         solved = self.operator.solve([each.to(self.operator.dtype).unsqueeze(0) for each in g], self.precision())
