@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,89 @@ def test_networks_are_sampled_around_the_trained_weights_whatever_the_model_does
     assert posterior.functional_variance(x)[0].isfinite().all()
 
 
+class Tokens(nn.Module):
+    """Logits ``(N, 3, 2)`` for three tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head(torch.tanh(self.mid(h + h.mean(1, keepdim=True))))
+
+
+def test_outputs_with_positions() -> None:
+    """Variances of all outputs of a datapoint together; predictions in the shape of the outputs."""
+    torch.manual_seed(0)
+    model, x, y, test = Tokens().double(), torch.randint(0, 5, (6, 3)), torch.randint(0, 2, (6, 3)), torch.randint(0, 5, (4, 3))
+    params = list(model.parameters())
+    posterior = foof.laplace.fit(model, x, y, labels="full", prior_precision=1.0)
+    out, variance = posterior.functional_variance(test, batch_size=3)
+    J = oracle.per_datapoint_jacobian(model, test, params)
+    P = dense_posterior(model, x, torch.ones(J.shape[-1], dtype=torch.float64), 6)
+    assert oracle.relative_error(variance, J @ P @ J.mT) < 1e-9
+    spread = (J @ P @ J.mT).diagonal(dim1=1, dim2=2).reshape(out.shape)
+    torch.testing.assert_close(posterior.predict(test), (out / (1 + math.pi / 8 * spread).sqrt()).softmax(-1))
+    assert (posterior.predict(test, "mc", samples=2000) - posterior.predict(test)).abs().max() < 0.1
+
+
+def test_labels_that_leave_out_positions_count_neither_in_the_likelihood_nor_in_the_fisher() -> None:
+    torch.manual_seed(0)
+    model, x, y = Tokens().double(), torch.randint(0, 5, (6, 3)), torch.randint(0, 2, (6, 3))
+    y[:, 2] = -100
+    posterior = foof.laplace.fit(model, x, y, labels="full", prior_precision=1.0)
+    first_two = foof.Fisher(nn.Sequential(model, Leading(2)), x, "full")
+    torch.testing.assert_close(posterior.fisher.dense(), first_two.dense())
+    assert posterior.log_likelihood == pytest.approx(-nn.functional.cross_entropy(model(x).mT, y, reduction="sum").item())
+
+
+class Leading(nn.Module):
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : self.positions]
+
+
+def test_predictions_of_a_model_frozen_since() -> None:
+    model, x, y, test = problem()
+    posterior = foof.laplace.fit(model, x, y, labels="full", prior_precision=1.0)
+    expected = posterior.predict(test)
+    model.requires_grad_(False)
+    assert torch.equal(posterior.predict(test), expected)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("fit", [foof.laplace.fit, foof.laplace.fit_kronecker])
+def test_the_model_is_left_as_it_was_and_passes_are_cut(fit: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), torch.randn(8, 4), torch.randint(0, 3, (8,))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sizes = []
+    model.register_forward_hook(lambda _, args, out: sizes.append(len(out)))
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        posterior = fit(model, x, y, exclude=["1"], batch_size=4, prior_precision=1.0)
+    if fit is foof.laplace.fit:
+        posterior.predict(x, batch_size=2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert max(sizes) == 4
+
+
+@pytest.mark.parametrize("fit", [foof.laplace.fit, foof.laplace.fit_kronecker])
+def test_a_prior_at_the_end_of_its_range_is_told_of(fit: Any) -> None:
+    model, x, y, _ = problem()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior = fit(model, x, y, labels="full")
+    best = posterior.prior_precision
+    with pytest.warns(UserWarning, match="still grows at the end of the range"):
+        assert posterior.tune_prior(high=best / 2) == pytest.approx(best / 2, rel=1e-2)
+    with pytest.warns(UserWarning, match="still grows at the end of the range"):
+        assert posterior.tune_prior(low=2 * best) == pytest.approx(2 * best, rel=1e-2)
+
+
 # --- Kronecker ---
 
 
@@ -168,7 +253,14 @@ def test_calibration_by_hand() -> None:
 def test_bad_input_is_explained() -> None:
     model, x, y, test = problem()
     with pytest.raises(ValueError, match="prior_precision must be positive"):
-        foof.laplace.fit(model, x, y, prior_precision=0.0).sample(1)
+        foof.laplace.fit(model, x, y, prior_precision=0.0)
+    with pytest.raises(ValueError, match="prior_precision must be positive"):
+        foof.laplace.fit_kronecker(model, x, y, prior_precision=-1.0)
+    with pytest.raises(ValueError, match="one prior_precision for all"):
+        foof.laplace.fit_kronecker(model, x, y, prior_precision=[1.0, 2.0, 3.0, 4.0])  # type: ignore[arg-type]
+    for fit in (foof.laplace.fit, foof.laplace.fit_kronecker):
+        with pytest.raises(ValueError, match="datapoints must be a positive number, got -5"):
+            fit(model, x, y, datapoints=-5)
     with pytest.raises(ValueError, match='"probit" or "mc"'):
         foof.laplace.fit(model, x, y).predict(test, "exact")
     with pytest.raises(ValueError, match=r"labels must be in 0\.\.2"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from foof.fisher import Diagonal, Fisher
 from foof.gradients import Columns
 from foof.gram import GramOperator, Precision
 from foof.likelihood import Categorical, Gaussian, Labels, Likelihood, likelihood_named
-from foof.recording import pieces, record
+from foof.recording import buffers_kept, pieces, record
 from foof.tap import call_model
 
 __all__ = ["Calibration", "ExactPosterior", "KroneckerPosterior", "calibration", "fit", "fit_kronecker"]
@@ -99,20 +100,20 @@ class ExactPosterior(SampledNetworks):
             log_ratio = float(torch.log1p(self.datapoints * mu * math.exp(-log_lambda)).sum())
             return 0.5 * math.exp(log_lambda) * scatter + 0.5 * log_ratio
 
-        self.prior_precision = math.exp(golden_section(negative, math.log(low), math.log(high)))
+        self.prior_precision = _tuned(negative, low, high)
         return self.prior_precision
 
     # --- the linearised (GLM) predictive ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def functional_variance(self, x: Any, batch_size: int = 100) -> tuple[Tensor, Tensor]:
-        """Outputs ``(N, C)`` and the covariance ``J (Λ + c F)⁻¹ Jᵀ`` of the linearised outputs, ``(N, C, C)``.
+        """Outputs ``(N, ..., C)`` and the covariance ``J (Λ + c F)⁻¹ Jᵀ`` of the linearised outputs, ``(N, K, K)`` for all K of each.
 
         J is the Jacobian at ``x``: by Woodbury, ``J Λ⁻¹ Jᵀ - (J Λ⁻¹ G) U⁻¹ (Gᵀ Λ⁻¹ Jᵀ)``, all of it products of gradients.
         """
         outputs, variances = [], []
         precision = self.fisher.precision(self.prior_precision, "prior_precision")
-        with _weights(self.params, self.trained):
+        with _weights(self.params, self.trained), buffers_kept(self.model):
             for part, _ in pieces(x, None, batch_size):
                 outputs.append(call_model(self.model, part))
                 variances.append(self._variance(part, precision))
@@ -146,10 +147,11 @@ class ExactPosterior(SampledNetworks):
         if isinstance(self.likelihood, Gaussian):
             return out
         if method == "probit":
-            return _mean_prediction(self.likelihood, out / (1 + math.pi / 8 * variance.diagonal(dim1=1, dim2=2)).sqrt())
+            scale = (1 + math.pi / 8 * variance.diagonal(dim1=1, dim2=2)).sqrt()
+            return _mean_prediction(self.likelihood, out / scale.reshape(out.shape))
         L = linalg.damped_cholesky(variance, 1e-6, "the predictive covariance")
-        noise = torch.randn(samples, *out.shape, 1, dtype=L.dtype, device=out.device, generator=generator)
-        return _mean_prediction(self.likelihood, out + (L @ noise).squeeze(-1)).mean(0)
+        noise = torch.randn(samples, *L.shape[:2], 1, dtype=L.dtype, device=out.device, generator=generator)
+        return _mean_prediction(self.likelihood, out + (L @ noise).reshape(samples, *out.shape)).mean(0)
 
 
 def fit(model: nn.Module, x: Any, y: Tensor, *, labels: str = "mc", likelihood: str | Likelihood = "categorical",
@@ -159,14 +161,14 @@ def fit(model: nn.Module, x: Any, y: Tensor, *, labels: str = "mc", likelihood: 
 
     x, y: the data whose Fisher it is, all of it or a subsample of a training set of ``datapoints`` (then the log likelihood is
     scaled up as the Fisher is). ``prior_precision``: a number, one per parameter, a flat diagonal; None chooses one number by
-    marginal likelihood. Further options are those of ``foof.Fisher``.
+    marginal likelihood. Further options are those of ``foof.Fisher``. Categorical positions with label -100 count nowhere.
     """
     kind = likelihood_named(likelihood)
     fisher = Fisher(model, x, labels, y, likelihood=kind, blocks=blocks, **options)
-    with torch.no_grad():
-        log_likelihood = -float(kind.negative_log_likelihood(call_model(model, x), y))
-    c = float(fisher.N if datapoints is None else datapoints)
+    log_likelihood = _log_likelihood(model, kind, x, y, options.get("batch_size"))
+    c = fisher._count(datapoints)
     prior = 1.0 if prior_precision is None else prior_precision
+    fisher.precision(prior, "prior_precision")  # or an error
     posterior = ExactPosterior(model, fisher, kind, log_likelihood * c / fisher.N, c, prior)
     if prior_precision is None:
         posterior.tune_prior()
@@ -219,7 +221,7 @@ class KroneckerPosterior(SampledNetworks):
         def negative(log_lambda: float) -> float:
             return -float(self.log_marginal_likelihood(math.exp(log_lambda)))
 
-        self.prior_precision = math.exp(golden_section(negative, math.log(low), math.log(high)))
+        self.prior_precision = _tuned(negative, low, high)
         return self.prior_precision
 
 
@@ -257,10 +259,11 @@ def fit_kronecker(model: nn.Module, x: Any, y: Tensor, *, labels: str = "mc", li
     """The Kronecker-factored Laplace posterior; ``first_factor_only``: Appendix G's test, which keeps Σ and drops Σ_E."""
     kind = likelihood_named(likelihood)
     fisher = Fisher(model, x, labels, y, likelihood=kind, **options)
-    with torch.no_grad():
-        log_likelihood = -float(kind.negative_log_likelihood(call_model(model, x), y))
-    c = float(fisher.N if datapoints is None else datapoints)
-    prior = 1.0 if prior_precision is None else float(prior_precision)
+    log_likelihood = _log_likelihood(model, kind, x, y, options.get("batch_size"))
+    c = fisher._count(datapoints)
+    prior = fisher.precision(1.0 if prior_precision is None else prior_precision, "prior_precision").scalar
+    if prior is None:
+        raise ValueError("a Kronecker posterior has one prior_precision for all parameters: give a number.")
     posterior = KroneckerPosterior(model, fisher, kind, log_likelihood * c / fisher.N, c, first_factor_only, prior)
     if prior_precision is None:
         posterior.tune_prior()
@@ -293,6 +296,28 @@ def calibration(probabilities: Tensor, y: Tensor, bins: int = 15) -> Calibration
 
 
 # --- inside ---------------------------------------------------------------------------------------------------------------
+
+
+def _log_likelihood(model: nn.Module, likelihood: Likelihood, x: Any, y: Tensor, batch_size: int | None) -> float:
+    """``log p(y|θ)`` summed over datapoints, by passes as the Fisher's; the model stays as it is."""
+    total = 0.0
+    with torch.no_grad(), buffers_kept(model):
+        for part, targets in pieces(x, y, batch_size):
+            assert targets is not None
+            total -= float(likelihood.negative_log_likelihood(call_model(model, part), targets))
+    return total
+
+
+def _tuned(f: Any, low: float, high: float) -> float:
+    """The λ between low and high for which ``f(log λ)`` is least; at an end of the range with a warning."""
+    log_lambda = golden_section(f, math.log(low), math.log(high))
+    if not 2e-3 < log_lambda - math.log(low) < math.log(high / low) - 2e-3:
+        warnings.warn(
+            f"the marginal likelihood still grows at the end of the range [{low:g}, {high:g}] of prior precisions: widen it with "
+            "tune_prior(low, high), or give prior_precision (is the model trained?).",
+            stacklevel=4,
+        )
+    return math.exp(log_lambda)
 
 
 def golden_section(f: Any, low: float, high: float, tolerance: float = 1e-3) -> float:
@@ -331,12 +356,14 @@ class _weights:
         self.params, self.values = params, values
 
     def __enter__(self) -> None:
-        self.current = [p.detach().clone() for p in self.params]
+        self.current = [(p.detach().clone(), p.requires_grad) for p in self.params]
         with torch.no_grad():
             for p, value in zip(self.params, self.values, strict=True):
                 p.copy_(value)
+                p.requires_grad_()  # for the Jacobian
 
     def __exit__(self, *_: object) -> None:
         with torch.no_grad():
-            for p, value in zip(self.params, self.current, strict=True):
+            for p, (value, required) in zip(self.params, self.current, strict=True):
                 p.copy_(value)
+                p.requires_grad_(required)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,23 +64,32 @@ class Recorder:
 def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
            generator: torch.Generator | None, batch_size: int | None) -> tuple[list[Call], int, int]:  # fmt: skip
     """Calls, N datapoints and K labels of ``inputs``, ``batch_size`` datapoints at a time. Buffers stay as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     parts: list[list[Call]] = []
     N = 0
-    for part, targets in pieces(inputs, y, batch_size):
-        recorder = Recorder()
-        with torch.enable_grad(), tapped(layers, recorder):
-            out = call_model(model, part)
-            check_output(out)
-            errors = labels.errors(likelihood, out, targets, generator)
-            parts.append(recorder.backward(out, errors, layers, len(out)))
-        N += len(out)
-        del out
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    with buffers_kept(model):
+        for part, targets in pieces(inputs, y, batch_size):
+            recorder = Recorder()
+            with torch.enable_grad(), tapped(layers, recorder):
+                out = call_model(model, part)
+                check_output(out)
+                errors = labels.errors(likelihood, out, targets, generator)
+                parts.append(recorder.backward(out, errors, layers, len(out)))
+            N += len(out)
+            del out
     calls = _joined(parts)
     return calls, N, len(calls[0].errors) if calls else 1
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """After the context the model's buffers (running averages) are what they were before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def check_output(out: Any) -> None:
