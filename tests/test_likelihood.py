@@ -26,6 +26,13 @@ def test_enumerated_errors_have_the_covariance_of_the_likelihood(name, shape):
         assert torch.allclose(errors[:, i].mT @ errors[:, i], H.reshape(errors.shape[2], -1), atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["bernoulli", "gaussian"])
+def test_one_output_per_datapoint_needs_no_dimension(name):
+    out = torch.randn(5, dtype=torch.float64)
+    (flat,), (column,) = (list(Labels("full").errors(LIKELIHOODS[name], each)) for each in (out, out.unsqueeze(1)))
+    assert torch.equal(flat, column.squeeze(1))
+
+
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_given_errors_are_the_gradient_of_the_loss(name):
     torch.manual_seed(0)

@@ -180,7 +180,10 @@ def _one_position_at_a_time(error: Tensor) -> Iterator[Tensor]:
 
 
 def _one_output_at_a_time(diagonal: Tensor) -> Iterator[Tensor]:
-    """The columns of a diagonal square root of H."""
+    """The columns of a diagonal square root of H; outputs ``(N,)`` have one."""
+    if diagonal.dim() == 1:
+        yield diagonal
+        return
     for k in range(diagonal[0].numel()):
         alone = torch.zeros_like(diagonal).flatten(1)
         alone[:, k] = diagonal.flatten(1)[:, k]
