@@ -70,12 +70,12 @@ SECTION_3: tuple[Claim, ...] = (
           "gradients.", All((_lower(r.KFAC, r.NATURAL_FULL), _lower(r.KFAC, r.NATURAL_MC))), "Fig. J.9A"),
     Claim("block-diagonal", "fig2b", "Fig. 2B", "KFAC beats natural gradients that are block-diagonal as it is.",
           _lower(r.KFAC, r.BY_LAYER), "Fig. J.9B"),
-    Claim("block-diagonal-full", "fig2c", "Fig. 2C", "KFAC beats them with full batches and the full Fisher, too.",
+    Claim("block-diagonal-full", "fig2c", "Fig. 2C", "KFAC beats block-diagonal natural gradients on full batches with the full Fisher.",
           All((_lower(r.KFAC, r.BY_LAYER_FULL), _lower(r.KFAC, r.BY_LAYER_MC))), "Fig. J.9C"),
     Claim("standard-worse", "fig3a", "Fig. 3A", "KFAC needs its damping heuristic: with standard damping it is worse.",
           _lower(r.HEURISTIC, r.STANDARD), "Fig. J.10A"),
-    Claim("standard-worse-1a", "fig3a", "Fig. 3A", "It is worse than the KFAC of Fig. 1A as well.", _lower(r.KFAC, r.STANDARD),
-          "Fig. J.10A"),
+    Claim("standard-worse-1a", "fig3a", "Fig. 3A", "With standard damping KFAC is worse than the KFAC of Fig. 1A.",
+          _lower(r.KFAC, r.STANDARD), "Fig. J.10A"),
     Claim("standard-like-sgd", "fig3a", "Fig. 3A", "With standard damping KFAC performs like SGD.",
           _similar(r.STANDARD, r.SGD, SIMILAR), "Fig. J.10A"),
     Claim("released-worse", "fig3a", "Fig. 3A, released code", "The released code's standard damping, which is transposed, is worse "
@@ -88,8 +88,8 @@ SECTION_3: tuple[Claim, ...] = (
 SECTION_4: tuple[Claim, ...] = (
     Claim("heuristic-similarity", "fig3b", "Fig. 3B", "Heuristic damping makes KFAC's updates notably more similar to FOOF's than "
           "standard damping does.", _lower(r.STANDARD, _kfac(0), NOTABLY, "similarity"), "Fig. J.10B"),
-    Claim("released-similarity", "fig3b", "Fig. 3B, released code", "It makes them notably more similar than the released code's standard "
-          "damping does.",
+    Claim("released-similarity", "fig3b", "Fig. 3B, released code", "Heuristic damping makes KFAC's updates notably more similar to FOOF's "
+          "than the released code's standard damping does.",
           _lower(r.RELEASED, _kfac(0), NOTABLY, "similarity"), "Fig. J.10B"),
     Claim("damping-similarity", "fig3b", "Fig. 3B", "The stronger the heuristic damping, the more similar KFAC is to FOOF.",
           All((_lower(_kfac(1), _kfac(0), quantity="similarity"), _lower(_kfac(2), _kfac(1), quantity="similarity"))), "Fig. J.10B"),
