@@ -86,7 +86,7 @@ def fig1c(p: Preset, d: str) -> Runs:
 
     if p.centred:
         largest = larger(40, 50, 1e-3)
-        return {KFAC: _kfac(p, d), LARGER: larger(10, 10, 3e-4), LARGEST: replace(largest, base=largest.base.but(steps=p.early))}
+        return {KFAC: _kfac(p, d), LARGER: larger(10, 10, 3e-4), LARGEST: replace(largest, base=largest.base.but(steps=p.base.steps // 5))}
     return {KFAC: _kfac(p, d), LARGER: larger(4, 10, 3e-4), LARGEST: larger(8, 10, 1e-3)}
 
 
