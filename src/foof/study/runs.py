@@ -169,7 +169,7 @@ def fig3d(p: Preset, d: str) -> Runs:
 
 # λ, and learning rates to search around at the paper's size and at the smaller one; see LRS_3
 _LRS_KFAC = ((1e-4, 3e-4, 1e-3), (1e-6, 3e-5, 1e-4), (1e-8, 3e-6, 1e-5))
-_LRS_FOOF = ((1e-4, 1e-4, 1e-4), (1e-6, 1e-5, 1e-5), (1e-8, 3e-7, 3e-7))
+_LRS_FOOF = ((1e-4, 1e-4, 1e-4), (1e-6, 3e-6, 1e-5), (1e-8, 1e-7, 3e-7))
 
 
 def _at_damping(p: Preset, setting: Setting, x: float, full: float, small: float) -> Search:
