@@ -96,8 +96,13 @@ def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
     return groups
 
 
+LEGEND_ROW = 16  # pixels
+
+
 def style(figure: go.Figure, heading: str, height: int = 420) -> go.Figure:
-    """What all figures share. Colours of text and grid come from the page, which knows whether it is dark."""
+    """What all figures share; long legends get room of their own. Colours of text and grid come from the page, which may be dark."""
+    names = sum(bool(trace.name) and trace.showlegend is not False for trace in figure.data)
+    height += LEGEND_ROW * max(0, names - 4)
     return figure.update_layout(
         title={"text": heading, "x": 0, "xref": "paper", "font": {"size": 15}},
         height=height, margin={"l": 56, "r": 16, "t": 40, "b": 44}, template="none",
@@ -107,12 +112,13 @@ def style(figure: go.Figure, heading: str, height: int = 420) -> go.Figure:
 
 
 def log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis, labelled at powers of ten, and at 2 and 5 times these where it spans little."""
+    """A logarithmic axis, labelled at powers of ten, and at 2 and 5 times these where it spans little, and more where very little."""
     shown = [v for v in values if 0 < v < math.inf]
     if not shown or max(shown) > 300 * min(shown):
         return {"type": "log", "dtick": 1, "exponentformat": "power"}
     decades = range(math.floor(math.log10(min(shown))) - 1, math.ceil(math.log10(max(shown))) + 1)
-    ticks = [float(f"{digit}e{i}") for i in decades for digit in (1, 2, 5)]
+    digits = (1, 2, 5) if max(shown) > 4 * min(shown) else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    ticks = [float(f"{digit}e{i}") for i in decades for digit in digits]
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{t:g}" for t in ticks]}
 
 
