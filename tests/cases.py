@@ -118,14 +118,22 @@ def batch(number, size=6):
     return torch.randn(size, 4, generator=g), torch.randint(0, 3, (size,), generator=g)
 
 
+def step(model, opt, x, y):
+    opt.zero_grad()
+    out = model(x)
+    opt.update_curvature(out, y)
+    nn.functional.cross_entropy(out, y).backward()
+    opt.step()
+
+
 def train(model, opt, steps, start=0):
     for t in range(start, start + steps):
-        x, y = batch(t)
-        opt.zero_grad()
-        out = model(x)
-        opt.update_curvature(out, y)
-        nn.functional.cross_entropy(out, y).backward()
-        opt.step()
+        step(model, opt, *batch(t))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return mlp(4, 7, 5, 3)
 
 
 def norm_net():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import foof
 import oracle
 from cases import cnn, mlp
-from foof import gradients, gram
+from foof import gradients
 
 TOLERANCE = 1e-9
 
@@ -399,79 +399,3 @@ def test_many_vectors_at_once_are_as_one_by_one(name: str) -> None:
     v = torch.randn(F.P, gradients.MANY, dtype=torch.float64)
     close(F @ v, torch.stack([F @ u for u in v.T], dim=1))
     close(F.solve(v, 0.1), torch.stack([F.solve(u, 0.1) for u in v.T], dim=1))
-
-
-# --- bad input ------------------------------------------------------------------------------------------------------------------
-
-
-def test_bad_input_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, _ = case("mlp")
-    F = foof.Fisher(model, x)
-    for call, message in [
-        (lambda: foof.Fisher(model, x, "empirical", torch.full((7,), 3)), r"labels must be in 0\.\.2"),
-        (lambda: foof.Fisher(model, x, "empirical"), "pass y"),
-        (lambda: foof.Fisher(model, x, "all"), '"mc", "full" or "empirical"'),
-        (lambda: foof.Fisher(model, x, likelihood="poisson"), "likelihood must be one of"),
-        (lambda: foof.Fisher(model, x, blocks="diagonal"), '"full" or "layer"'),
-        (lambda: foof.Fisher(model, x[:0]), "at least one datapoint"),
-        (lambda: foof.Fisher(nn.ReLU(), x), "no trainable"),
-        (lambda: F.solve(torch.randn(F.P), 0.0), "damping must be positive"),
-        (lambda: F.solve(torch.randn(F.P), -1.0), "damping must be positive"),
-        (lambda: F.solve(torch.randn(F.P), float("nan")), "damping must be positive"),
-        (lambda: F.sample(1, torch.zeros(F.P)), "prior_precision must be positive"),
-        (lambda: F.sample(0, 1.0), "at least 1"),
-        (lambda: F.solve(torch.randn(F.P), [1.0]), "entries like F.params"),
-        (lambda: F @ torch.randn(F.P - 1), r"a flat vector must be"),
-        (lambda: F @ [torch.randn(2, 2)], "shaped like F.params"),
-        (lambda: foof.Fisher(model, x, batch_size=0), "batch_size"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call()
-    monkeypatch.setattr("foof.gram.available_memory", lambda _: 1000)
-    with pytest.raises(MemoryError, match="Use fewer datapoints"):
-        foof.Fisher(model, x).solve(torch.randn(F.P), 1.0)
-
-
-def test_memory_that_torch_keeps_for_itself_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device of 100 bytes torch holds 70, of which 20 are in use."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
-    assert gram.available_memory(torch.device("cuda")) == 80
-
-
-def test_what_is_not_covered_is_named() -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    with pytest.warns(UserWarning, match=r"1\.weight"):
-        F = foof.Fisher(model, torch.randn(8, 4))
-    assert len(F.params) == 4
-    with pytest.warns(UserWarning, match="Dropout"):
-        foof.Fisher(nn.Sequential(nn.Linear(4, 5), nn.Dropout(), nn.Linear(5, 3)), torch.randn(8, 4))
-
-
-def test_layers_that_do_not_see_datapoints_first_are_refused() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head((x + self.embed(torch.arange(6))).mean(1))
-
-    model = Positions()
-    with pytest.raises(ValueError, match="embed: the first dimension"):
-        foof.Fisher(model, torch.randn(5, 6, 4))
-    assert foof.Fisher(model, torch.randn(5, 6, 4), exclude=["embed"]).P == 15
-
-
-def test_a_weight_used_outside_its_layer_is_refused() -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) + x @ self.a.weight
-
-    with pytest.raises(ValueError, match="outside its layer"):
-        foof.Fisher(Functional(), torch.randn(5, 4))
