@@ -274,3 +274,8 @@ def test_a_step_without_the_fisher_that_was_due_is_told_of_once() -> None:
             opt.step()
         told.append(["a new Fisher is due" in str(each.message) for each in caught])
     assert told == [[], [], [True], [], [], []]
+
+
+def test_there_are_no_averages_to_initialise() -> None:
+    with pytest.raises(NotImplementedError, match=r"call update_curvature\(inputs=...\)"):
+        foof.NaturalGradient(mlp(4, 5, 3)).initialise([torch.randn(2, 4)])
