@@ -13,7 +13,7 @@ DEPARTURES: dict[str, str] = {  # on any data set
     "learning rate.",
     "fig1b": "Subsampled KFAC takes a new batch and inverts every 10 steps instead of every step.",
     "fig1c": "D is 1,000 and 4,000 (quick: 400 and 800); these Fishers are renewed every 10 steps, the largest every 50, not every step. "
-    "The largest is run, and compared, for the first 1,200 of the paper's 6,000 steps only.",
+    "The largest is run, and compared, for the first 1,200 of the paper's 6,000 steps only, its grid for 300.",
     "fig1d": f"{FIRST_IMAGES} {FULL_SCALE}",
     "fig2a": f"{FULL_SCALE} Not part of the preset quick: one layer separates the few hundred images that its time allows, and with a "
     "large enough learning rate every method, KFAC, natural gradients and SGD, then ends at zero loss (seen with 300).",

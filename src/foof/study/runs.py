@@ -81,13 +81,14 @@ def fig1c(p: Preset, d: str) -> Runs:
     """Fishers from 10 and 40 times the gradient's batch (4 and 8 times in the smaller study)."""
     B, natural = p.base.batch_size or 1, base(p, d).but(optimizer="natural")
 
-    def larger(times: int, T: int, lr: float) -> Search:
-        return search(p, natural.but(options=(("T", T), ("fisher_batch", times * B))), (lr, 1e-2), (3e-4, 1e-2))
+    def larger(times: int, T: int, lr: float, steps: int, grid_steps: int | None = None) -> Search:
+        setting = natural.but(options=(("T", T), ("fisher_batch", times * B)), steps=steps)
+        return search(p, setting, (lr, 1e-2), (3e-4, 1e-2), grid_steps=grid_steps)
 
+    steps = p.base.steps
     if p.centred:
-        largest = larger(40, 50, 1e-3)
-        return {KFAC: _kfac(p, d), LARGER: larger(10, 10, 3e-4), LARGEST: replace(largest, base=largest.base.but(steps=p.base.steps // 5))}
-    return {KFAC: _kfac(p, d), LARGER: larger(4, 10, 3e-4), LARGEST: larger(8, 10, 1e-3)}
+        return {KFAC: _kfac(p, d), LARGER: larger(10, 10, 3e-4, steps), LARGEST: larger(40, 50, 1e-3, steps // 5, steps // 20)}
+    return {KFAC: _kfac(p, d), LARGER: larger(4, 10, 3e-4, steps), LARGEST: larger(8, 10, 1e-3, steps)}
 
 
 def fig1d(p: Preset, d: str) -> Runs:
