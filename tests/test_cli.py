@@ -3,13 +3,17 @@
 import csv
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from foof import cli
+from foof.study import experiments
+from foof.study.presets import PRESETS
 from foof.study.setting import Record, Setting
 from foof.study.store import Store
 from foof.study.sweep import Interrupted
+from foof.study.verdict import Ruling
 
 
 def foof(capsys, *arguments) -> tuple[int, str, str]:
@@ -37,8 +41,8 @@ def test_reproduce_ends_in_a_report_and_does_nothing_twice(capsys, tmp_path):
     assert (out / "report.html").stat().st_size > 10**6
     with (out / "records.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == runs
-    status, said, _ = foof(capsys, "reproduce", "toy", "fig4b", "--preset", "smoke", "--out", out)
-    assert (status, said.count(", seed ")) == (0, 0)
+    status, said, _ = foof(capsys, "reproduce", "toy-sgd", "fig4b", "--preset", "smoke", "--out", out)
+    assert (status, said.count(", seed "), "runs to do" in said) == (0, 0, False)
 
     (out / "report.html").unlink()
     assert foof(capsys, "report", "--preset", "smoke", "--out", out, "--svg")[0] == 0
@@ -85,8 +89,33 @@ def test_a_search_that_cannot_run_leaves_nothing_behind(capsys, tmp_path):
 def test_report_without_records_says_what_to_do(capsys, tmp_path):
     status, _, err = foof(capsys, "report", "--preset", "smoke", "--out", tmp_path / "none")
     assert status == 1
-    assert "run `foof reproduce` first" in err
+    assert "run `foof reproduce --preset smoke` first" in err
     assert not (tmp_path / "none").exists()
+
+
+def test_records_of_other_presets_do_not_hide_those_of_the_package(capsys, tmp_path):
+    with Store(tmp_path / "records.sqlite") as store:
+        store.put(Record(Setting(), "finished"))
+    status, said, _ = foof(capsys, "claims", "--out", tmp_path)
+    assert (status, "No records of the preset quick in" in said) == (0, True)
+    assert "holds" in said
+
+
+@pytest.mark.parametrize(("strict", "status"), [(False, 0), (True, 1)])
+def test_strict_makes_a_claim_that_does_not_hold_an_error(capsys, monkeypatch, tmp_path, strict, status):
+    outcome = experiments.outcome(experiments.experiments_of(PRESETS["smoke"])["toy"], PRESETS["smoke"], {})
+    fails = replace(outcome, verdicts=[replace(v, ruling=Ruling.FAILS) for v in outcome.verdicts])
+    monkeypatch.setattr(cli, "conduct", lambda *_: [fails])
+    assert foof(capsys, "reproduce", "toy", "--preset", "smoke", "--out", tmp_path, *(["--strict"] if strict else []))[0] == status
+
+
+def test_a_damaged_store_is_told_in_one_line(capsys, tmp_path):
+    with Store(tmp_path / "records.sqlite") as store:
+        store.put_all(Record(Setting(seed=i), "finished", {"step": list(range(200))}) for i in range(200))
+    whole = (tmp_path / "records.sqlite").read_bytes()
+    (tmp_path / "records.sqlite").write_bytes(whole[:8192] + b"x" * (len(whole) - 8192))
+    status, _, err = foof(capsys, "claims", "--out", tmp_path)
+    assert (status, "Traceback" in err, "should be a store of records" in err) == (1, False, True)
 
 
 def test_export_without_records_or_folder_says_so(capsys, tmp_path):
@@ -131,6 +160,10 @@ def test_train_shows_one_run(capsys):
         (["train", "sgd", "--hidden", "a"], 2, "positive whole numbers separated by commas, but 'a'"),
         (["sweep", "sgd", "--lr", "1:0.1"], 2, "low first, but '1:0.1' was given"),
         (["sweep", "foof", "--damping", "0:1"], 2, "--damping is LOW:HIGH"),
+        (["sweep", "foof", "--damping", "0.05:1"], 1, "every power of ten that is 2 decades further"),
+        (["sweep", "foof", "--damping", "0.01:0.1"], 1, "but 0.01 to 0.1 was given"),
+        (["train", "natural", "--option", "fisher_batch=1.5"], 1, "fisher_batch should be a whole number, but it is 1.5"),
+        (["train", "foof-per-datapoint", "--option", "momentum=0.9"], 1, "FOOF per datapoint does not take the options"),
         (["sweep", "sgd", "--lr", "abc"], 2, "--lr is LOW:HIGH or one value"),
         (["reproduce", "fig9"], 2, "no experiment and no claim of the preset quick is called 'fig9'"),
         (["reproduce", "--preset", "huge"], 2, "no preset is called 'huge'"),

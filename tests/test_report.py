@@ -76,8 +76,6 @@ def test_a_curve_is_the_mean_over_seeds_where_all_still_run():
     assert (c.steps, c.mean, c.label, c.seeds) == ([0, 1], [2.0, 2.0], "SGD", 2)
     assert c.high[0] - c.low[0] == pytest.approx(2 * math.sqrt(2))
     assert figures.curve([record(0, [1.0, 2.0]), record(1, [1.0, math.inf])]).steps == [0]
-    groups = figures.by_setting([record(0, [1.0]), record(1, [1.0])])
-    assert list(map(len, groups.values())) == [2]
 
 
 def tuned(label, losses, searched=True, **final):

@@ -1,6 +1,7 @@
 """Settings, runs and what they measure."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -53,6 +54,13 @@ def test_impossible_settings_are_refused(field, value):
 def test_options_must_be_finite():
     with pytest.raises(ValueError, match="option momentum must be finite"):
         Setting(options=(("momentum", math.inf),))
+
+
+def test_runs_in_threads_of_one_process_are_those_run_alone():
+    settings = [EACH["kfac"].but(seed=i, steps=8) for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(run, settings))
+    assert [r.series["loss"] for r in together] == [run(s).series["loss"] for s in settings]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -58,7 +58,7 @@ def test_a_later_record_of_a_setting_replaces_the_earlier(tmp_path):
 def test_no_store_is_made_of_another_file(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("these are notes, not records " * 100)
-    with pytest.raises(StoreError, match=r"notes\.txt should be a store.*Move it away"):
+    with pytest.raises(StoreError, match=r"notes\.txt should be a store.*move the file away"):
         Store(path)
     assert path.read_text().startswith("these are notes")
 
@@ -124,7 +124,10 @@ def test_export_to_csv_and_parquet(tmp_path):
         rows = list(csv.DictReader(file))
     assert [(r["seed"], r["final_train_loss"]) for r in rows] == [("0", "0.5"), ("1", "0.25")]
     parquet = pytest.importorskip("pyarrow.parquet")
-    export(its, tmp_path / "r.parquet")
-    assert parquet.read_table(tmp_path / "r.parquet")["final_train_loss"].to_pylist() == [0.5, 0.25]
+    auto = Record(Setting(optimizer="foof", damping="auto"), "finished")
+    export([*its, auto, Record(Setting(optimizer="foof", damping=0.5), "finished")], tmp_path / "r.parquet")
+    table = parquet.read_table(tmp_path / "r.parquet")
+    assert table["final_train_loss"].to_pylist() == [0.5, 0.25, None, None]
+    assert table["damping"].to_pylist() == [None, None, "auto", "0.5"]
     with pytest.raises(ValueError, match=r"\.csv or \.parquet"):
         export(its, tmp_path / "r.xlsx")

@@ -241,6 +241,9 @@ def test_the_plan_counts_seeds_in_full_and_the_rest_of_a_grid_in_short():
     seeds, trials = [TINY.but(lr=0.3, seed=i) for i in range(3)], [TINY.but(lr=lr, steps=2) for lr in (0.1, 1.0)]
     assert plan([around]) == (5, pytest.approx(sum(map(core_seconds, [*seeds, *trials]))))
     assert plan([around], [*seeds, TINY.but(lr=1.0)])[0] == 1
+    free = Search(TINY, (0.1, 0.3))
+    assert plan([free])[0] == 4
+    assert plan([free], [*free.grid, *seeds])[0] == 0
 
 
 def test_divergence_never_wins():

@@ -26,6 +26,7 @@ try:
         Experiment,
         NotRun,
         Outcome,
+        begun,
         chosen,
         committed,
         conduct,
@@ -169,22 +170,17 @@ def claims_(preset: PresetName = "quick", out: Folder = OUT) -> None:
 
 @contextmanager
 def _known(size: Preset, out: Path) -> Iterator[store.Store]:
-    """The records of the folder, and those of this preset that came with the package; the folder's file stays as it is."""
+    """The folder's records, and, where it has none of this preset or hours can be saved, those that came with the package."""
     with store.Store(":memory:") as records:
-        if _own(out):
-            with store.Store(_records_file(out)) as theirs:
+        if _records_file(out).exists():
+            with store.Store(_records_file(out)) as theirs:  # whose file stays as it is
                 records.put_all(theirs)
-        if (size.centred or not _own(out)) and committed(size).exists():
+        own = begun(size, remembered(records))
+        if (size.centred or not own) and committed(size).exists():
             records.load_dump(committed(size))
+            if not own:
+                console.print(f"No records of the preset {size.name} in {out}: these are the ones that came with the package.")
         yield records
-
-
-def _own(out: Path) -> bool:
-    """Does the folder have records?"""
-    if not _records_file(out).exists():
-        return False
-    with store.Store(_records_file(out)) as records:
-        return len(records) > 0
 
 
 @app.command("sweep")
@@ -251,12 +247,11 @@ def report_(
 ) -> None:
     """Redraw the report without training: from the records in the folder, or else from those that came with the package."""
     size = _preset(preset)
-    if not _own(out) and not committed(size).exists():
-        raise NotRun(f"records were needed in {_records_file(out)}, but there are none; run `foof reproduce` first")
-    if not _own(out):
-        console.print("No records here: these are the ones that came with the package.")
     experiments = list(experiments_of(size).values())
     with _known(size, out) as records:
+        if not begun(size, remembered(records)):
+            raise NotRun(f"records of the preset {size.name} were needed in {_records_file(out)}, but there are none; "
+                         f"run `foof reproduce --preset {size.name}` first")  # fmt: skip
         outcomes = recall(experiments, size, remembered(records))
     page = report.write(out / "report.html", outcomes, size, _paper_outcomes(size, experiments))
     console.print(f"Report: [bold]{page}[/]")
@@ -346,9 +341,12 @@ def export(
     out: Folder = OUT,
 ) -> None:
     """Write the stored records to a file."""
-    if not _own(out):
-        raise NotRun(f"records were needed in {_records_file(out)}, but there are none; run `foof reproduce` first")
+    nothing = NotRun(f"records were needed in {_records_file(out)}, but there are none; run `foof reproduce` first")
+    if not _records_file(out).exists():
+        raise nothing
     with store.Store(_records_file(out)) as records:
+        if not len(records):
+            raise nothing
         if path.name.endswith(".jsonl.gz"):
             store.dump(records, path)
         else:

@@ -3,6 +3,7 @@
 A claim belongs to one experiment, whose curves its rule names; the paper makes most of them for Fashion-MNIST and for MNIST, and
 each is judged on either. Most rules were written before there were runs. That of Fig. 3A was changed when runs had shown which λ the
 published curve has; the KFAC of Fig. 1A, which it had named before, is judged beside it (`standard-worse-1a`).
+That of Fig. 3D had asked FOOF to be within a factor of two of its best at the smallest λ too, where the published curves are not.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ SECTION_3: tuple[Claim, ...] = (
           _lower(r.KFAC, r.NATURAL_FULL), "Fig. J.8D"),
     Claim("exact-vs-sgd", "fig1d", "Fig. 1D", "Natural gradients with the full Fisher beat SGD with momentum.",
           _lower(r.NATURAL_FULL, r.SGD), "Fig. J.8D"),
-    Claim("mc-vs-sgd", "fig1d", "Section 3.2, Fig. 1D", "With one sampled label per image instead of all, that benefit is not notable.",
-          _lower(r.SGD, r.NATURAL_MC, 1 / NOTABLY), "Fig. J.8D"),
+    Claim("mc-vs-sgd", "fig1d", "Section 3.2, Fig. 1D", "Natural gradients with one sampled label per image instead of all are not notably "
+          "better than SGD with momentum.", _lower(r.SGD, r.NATURAL_MC, 1 / NOTABLY)),
     Claim("full-vs-mc", "fig1d", "Fig. 1D", "The full Fisher gives faster training than its Monte-Carlo estimate.",
           _lower(r.NATURAL_FULL, r.NATURAL_MC), "Fig. J.8D"),
     Claim("one-layer", "fig2a", "Fig. 2A", "In one layer, where the block-diagonal Fisher is the whole, KFAC still beats natural "
@@ -96,14 +97,15 @@ SECTION_4: tuple[Claim, ...] = (
     Claim("damping-kfac", "fig3c", "Fig. 3C", "KFAC gets worse the weaker its damping.",
           All((_lower(_kfac(0), _kfac(1)), _lower(_kfac(1), _kfac(2)))), "Fig. J.10C"),
     Claim("damping-foof", "fig3d", "Fig. 3D", "FOOF with KFAC's λ_A works well at dampings where KFAC no longer does.",
-          All((*(_lower(_foof(i), _kfac(i)) for i in (1, 2)), *(_lower(_foof(i), _foof(0), 1 / ROBUST) for i in (1, 2)))), "Fig. J.10D"),
+          All((*(_lower(_foof(i), _kfac(i)) for i in (1, 2)), _lower(_foof(1), _foof(0), 1 / ROBUST))), "Fig. J.10D"),
     Claim("foof-cheaper", "fig4a", "Section 4.2, Fig. 4A", "FOOF takes less time per step than KFAC, however often both invert.",
           All(tuple(_lower(f"FOOF, T = {T}", f"KFAC, T = {T}", quantity="cpu_per_step") for T in r.TS)), "Fig. J.11A"),
     Claim("foof-half-again", "fig4a", "Section 4.2, Fig. 4A", "Amortised (T = 100), FOOF is about 1.5 times faster than KFAC.",
           Between(Term("FOOF, T = 100", "cpu_per_step"), Term("KFAC, T = 100", "cpu_per_step"), 1.25, 2.0), "Fig. J.11A"),
     Claim("foof-vs-sgd", "fig4b", "Section 4, Fig. 4B", "FOOF reaches a lower training loss than SGD with momentum in the same number of "
           "steps.", _lower(r.FOOF, r.SGD), "Fig. J.11B"),
-    Claim("foof-vs-adam", "fig4b", "Section 4", "FOOF reaches a lower training loss than Adam.", _lower(r.FOOF, r.ADAM), "Fig. J.11B"),
+    Claim("foof-vs-adam", "fig4b", "Section 4", "FOOF reaches a lower training loss than Adam.", _lower(r.FOOF, r.ADAM),
+          "Figs. J.8A, J.11B"),
     Claim("foof-vs-kfac", "fig4b", "Section 4.2, Fig. 4B", "FOOF reaches a lower training loss than KFAC.", _lower(r.FOOF, r.KFAC),
           "Fig. J.11B"),
     Claim("second-factor", "fig4c", "Section 4.2, Fig. 4C", "Along KFAC's way, its update without the second factor makes as much progress "
@@ -127,13 +129,14 @@ APPENDICES: tuple[Claim, ...] = (
           _lower("SGD", r.PER_DATAPOINT, 1 / NOTABLY)),
     Claim("independent-batch", "batches", "Appendix I.5, Fig. I.6", "At low damping, natural gradients need a Fisher from another batch "
           "than the gradient's.", _lower(r.label_i("independent", "low"), r.label_i("same", "low")), "Fig. I.7"),
-    Claim("same-batch-damped", "batches", "Fig. I.6", "At high damping it does not matter.",
+    Claim("same-batch-damped", "batches", "Fig. I.6", "At high damping natural gradients do as well with a Fisher from the gradient's "
+          "own batch.",
           _similar(r.label_i("independent", "high"), r.label_i("same", "high"), SIMILAR), "Fig. I.7"),
     Claim("bayesian", "bayesian", "Appendix K", "With λ from the precision of the initialisation FOOF works well, better than SGD.",
           _lower(r.FOOF_BAYESIAN, r.SGD)),
     Claim("one-hidden-loss", "one-hidden", "", "KFAC brings a net with one hidden layer of 500 to a loss a hundred times below 0.3.",
           Bound(Term(r.KFAC, "train_loss"), 0.003, at_least=False), "Appendix H.1.1"),
-    Claim("one-hidden-accuracy", "one-hidden", "", "The same net reaches 98 % on the test images.",
+    Claim("one-hidden-accuracy", "one-hidden", "", "KFAC brings a net with one hidden layer of 500 to 98 % on the test images.",
           Bound(Term(r.KFAC, "test_accuracy"), 98.0, at_least=True), "Appendix H.1.1"),
 )  # fmt: skip
 

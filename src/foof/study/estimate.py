@@ -50,9 +50,13 @@ def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int,
     wanted: dict[Setting, None] = {}
     there = set(done)
     for search in searches:
-        centre = search.base.but(lr=search.centre[0], damping=search.centre[1]) if search.centre else search.grid[0]
-        wanted |= dict.fromkeys(centre.but(seed=i) for i in range(search.seeds))
-        trials = zip(search.grid, search.short_grid, strict=True)
-        wanted |= dict.fromkeys(short for full, short in trials if full not in wanted and full not in there)
+        if search.centre:
+            centre = search.base.but(lr=search.centre[0], damping=search.centre[1])
+            wanted |= dict.fromkeys(centre.but(seed=i) for i in range(search.seeds))
+        trials = list(zip(search.grid, search.short_grid, strict=True))
+        untried = [short for full, short in trials if full not in wanted and full not in there and short not in there]
+        wanted |= dict.fromkeys(untried)
+        if untried and not search.centre:  # its winner, whichever it is
+            wanted |= dict.fromkeys(untried[0].but(seed=i) for i in range(1, search.seeds))
     left = [setting for setting in wanted if setting not in there]
     return len(left), sum(map(core_seconds, left))

@@ -14,7 +14,6 @@ from foof.study import drawings, published
 from foof.study.catalogue import CATALOGUE
 from foof.study.claims import Claim, claims_of
 from foof.study.drawings import Comparison, Drawing
-from foof.study.notes import note
 from foof.study.presets import Preset
 from foof.study.rules import Found, decide
 from foof.study.runs import RUNS, SGD
@@ -23,6 +22,7 @@ from foof.study.toy import toy
 from foof.study.tune import Get, RunAll, Search, look, tune_all
 from foof.study.verdict import Ruling, Verdict
 
+TOY_CLAIMS = ("toy-sgd", "toy-foof")  # computed, not run
 OTHER_DATA_LATER = 10  # urgency: all of Fashion-MNIST comes before MNIST
 
 
@@ -48,10 +48,6 @@ class Experiment:
     @property
     def claimed(self) -> str:
         return CATALOGUE[self.figure].claimed
-
-    @property
-    def note(self) -> str:
-        return note(self.figure, self.dataset)
 
     def searches(self, preset: Preset) -> dict[str, Search]:
         found = RUNS[self.figure](preset, self.dataset) if self.figure in RUNS else {}
@@ -107,6 +103,7 @@ def chosen(names: Iterable[str], preset: Preset) -> list[Experiment]:
         beginning = [e for id_, e in there.items() if name.startswith("fig") and id_.startswith(name)]
         matching = [there[name]] if name in there else beginning
         claiming = [_only(e, c) for e in there.values() for c in e.claims if name == claim_id(c, e.dataset)]
+        claiming += [there["toy"]] if name in TOY_CLAIMS else []
         if not matching and not claiming:
             known = ", ".join(there) + ", and the claims that `foof claims` lists"
             raise ValueError(f"no experiment and no claim of the preset {preset.name} is called {name!r}; there are {known}")
@@ -146,6 +143,11 @@ def recall(experiments: Sequence[Experiment], preset: Preset, get: Get) -> list[
         looks = {label: look(search, get).tuned for label, search in e.searches(preset).items()}
         outcomes.append(outcome(e, preset, {label: tuned for label, tuned in looks.items() if tuned}))
     return outcomes
+
+
+def begun(preset: Preset, get: Get) -> bool:
+    """Is there a record of anything this preset runs?"""
+    return any(look(search, get).tuned for e in experiments_of(preset).values() for search in e.searches(preset).values())
 
 
 def remembered(store: Store) -> Get:
@@ -208,10 +210,10 @@ def _judge_toy() -> list[Verdict]:
         return "(" + ", ".join(f"{x:.6g}" for x in v) + ")"
 
     return [
-        row("toy-sgd", "SGD's update raises the loss of the second datapoint whatever the step size.",
+        row(TOY_CLAIMS[0], "SGD's update raises the loss of the second datapoint whatever the step size.",
             f"direction {vector(example.sgd.tolist())}; loss {sgd[0, 1]:.3g} → {sgd[-1, 1]:.3g} at step size 1",
             "loss of the second datapoint higher at every step size in (0, 1]", rises),
-        row("toy-foof", "Undamped FOOF lowers both losses, and one step of size 1 is a global optimum.",
+        row(TOY_CLAIMS[1], "Undamped FOOF lowers both losses, and one step of size 1 is a global optimum.",
             f"direction {vector(example.foof.tolist())}; total loss {float(foof[0].sum()):.3g} → {optimum:.2g}",
             "both losses lower at every step size in (0, 1], and total loss at 1 below 1e-20", falls and optimum < 1e-20),
     ]  # fmt: skip

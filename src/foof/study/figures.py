@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from foof.study.methods import title
-from foof.study.setting import Record, Setting
+from foof.study.setting import Record
 from foof.study.toy import Toy
 from foof.study.tune import Tuned
 from foof.study.verdict import Spread
@@ -86,14 +86,6 @@ def curve(
     dev = [statistics.stdev([s[i] for s in series]) if len(series) > 1 else 0.0 for i in range(n)]
     low, high = [m - d for m, d in zip(mean, dev, strict=True)], [m + d for m, d in zip(mean, dev, strict=True)]
     return Curve(label or title(records[0].setting), steps[:n], mean, low, high, len(records))
-
-
-def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
-    """Records grouped by everything but the seed, in order of appearance."""
-    groups: dict[Setting, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.setting.curve, []).append(record)
-    return groups
 
 
 LEGEND_ROW = 16  # pixels

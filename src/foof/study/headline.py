@@ -51,7 +51,7 @@ def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
         {
             "": NAMES[label],
             "lr, λ": _pair(a.found[label].best),
-            "training loss": _beside(loss, "fig3a", label, 0.9 * until, until, preset, a.found[label].records),
+            f"training loss at step {until:,}": _beside(loss, "fig3a", label, 0.9 * until, until, preset, a.found[label].records),
             "cosine with FOOF's update": _beside(cosines.get(label), "fig3b", label, 0.5 * until, until, preset),
         }
         for label, loss in losses.items()
@@ -69,12 +69,13 @@ def _sentence(a: Outcome, losses: dict[str, Spread], until: int) -> str:
     sgd, ends = losses[SGD].mean, losses[STANDARD].mean
     heuristic = min((losses[label] for label in (KFAC, HEURISTIC) if label in losses), key=lambda s: s.mean, default=None)
     return (
-        f"The paper finds that KFAC with standard damping performs like SGD (Fig. 3A). The released code for that damping rotates "
-        f"with a transposed matrix. Run as released, KFAC ends at a loss of {losses[RELEASED]}, SGD with momentum at {losses[SGD]}. "
-        f"With the damped system solved as Eq. (3) says, KFAC ends at "
+        "The paper finds that KFAC with standard damping performs like SGD (Fig. 3A). The released code for that damping rotates "
+        f"with a transposed matrix. After {until:,} steps, run as released, KFAC is at a loss of {losses[RELEASED]}, SGD with momentum "
+        f"at {losses[SGD]}. "
+        f"With the damped system solved as Eq. (3) says, KFAC is at "
         + (f"{same} with the same lr and λ, and at {losses[STANDARD]} at its best of those tried" if same else f"{losses[STANDARD]}")
         + (f", {sgd / ends:.2g} times below SGD" if ends < sgd else f", {ends / sgd:.2g} times SGD's")
-        + (f"; with heuristic damping it ends at {heuristic}." if heuristic else ".")
+        + (f"; with heuristic damping it is at {heuristic}." if heuristic else ".")
     )
 
 

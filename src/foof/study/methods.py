@@ -17,7 +17,7 @@ from foof.tap import Tap
 # Options that the run itself reads; all others go to the optimizer.
 #   initialise: batches of statistics before training; measure_every: steps between measurements (default: log_every)
 #   same_batch: natural gradients take their Fisher from the gradient's batch; fisher_batch: D, else the batch size
-STUDY_OPTIONS = ("initialise", "measure_every", "same_batch", "fisher_batch")
+STUDY_OPTIONS = {"initialise": int, "measure_every": int, "same_batch": bool, "fisher_batch": int}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _layers(model: nn.Module) -> Iterable[Layer]:
 
 def _per_datapoint(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     assert isinstance(setting.damping, float)
-    return PerDatapointFOOF(model, setting.lr, setting.damping)
+    return PerDatapointFOOF(model, setting.lr, setting.damping, **_options(setting))
 
 
 METHODS: dict[str, Method] = {
@@ -117,6 +117,10 @@ def method(setting: Setting) -> Method:
     found = METHODS[setting.optimizer]
     if found.damped != (setting.damping is not None):
         raise ValueError(f"{found.title} {'needs a' if found.damped else 'has no'} damping, but it is {setting.damping}")
+    for name, given in setting.options:
+        if name in STUDY_OPTIONS and type(given) is not STUDY_OPTIONS[name]:
+            needed = "true or false" if STUDY_OPTIONS[name] is bool else "a whole number"
+            raise ValueError(f"the option {name} should be {needed}, but it is {given!r}")
     return found
 
 

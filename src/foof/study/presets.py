@@ -23,7 +23,7 @@ class Preset:
     full_steps: int  # their steps
     early: int  # steps of Fig. 3
     datasets: tuple[str, ...] = ("fashion-mnist",)
-    centred: bool = False  # all seeds at the paper's settings first, then a grid of one seed around them
+    centred: bool = False  # the paper's settings first, then a grid around them
     grid_steps: int | None = None  # that grid's runs stop here
 
 
@@ -38,8 +38,8 @@ PRESETS: dict[str, Preset] = {
         Setting(hidden=(400, 400, 400), steps=240), seeds=3, fine=True, images=100, full_steps=100, early=240,
     ),
     "paper": Preset(
-        "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs; three seeds at its own settings first, "
-        "then shorter runs around them, the best of which goes on if it is better",
+        "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs; its own settings first, then shorter runs "
+        "around them, the best of which goes on; three seeds of what is better",
         Setting(source="full", steps=6000), seeds=3, fine=True, images=1000, full_steps=100, early=1800,
         datasets=("fashion-mnist", "mnist"), centred=True, grid_steps=1200,
     ),

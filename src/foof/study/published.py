@@ -49,7 +49,7 @@ OURS: dict[str, dict[str, str]] = {
     "fig1b": {"KFAC Sub-S.": r.KFAC_ONE_BATCH, "Natural Sub-S.": r.NATURAL},
     "fig1c": {"Nat D=1000": r.LARGER, "Nat D=4000": r.LARGEST},
     "fig1d": {"KFAC": r.KFAC, **NATURALS, **SGD_NAMES},
-    "fig2a": {"KFAC": r.KFAC, **NATURALS, **SGD_NAMES},
+    "fig2a": {"KFAC": r.KFAC, "GD (no mom.)": r.GD, **NATURALS, **SGD_NAMES},
     "fig2b": {"KFAC": r.KFAC, "Nat. Block-Diag": r.BY_LAYER},
     "fig2c": {"KFAC": r.KFAC, "Nat. Block-Diag, MC Fisher": r.BY_LAYER_MC, "Nat. Block-Diag, Full Fisher": r.BY_LAYER_FULL},
     "fig3a": {"KFAC standard damp.": r.RELEASED, "KFAC correct damp.": r.RELEASED, "KFAC heuristic": r.HEURISTIC, **SGD_NAMES},

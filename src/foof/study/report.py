@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -16,6 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from foof.study.experiments import Experiment, Outcome, recall, remembered
 from foof.study.headline import Headline, headline
+from foof.study.notes import note
 from foof.study.presets import PRESETS, Preset
 from foof.study.rules import Term
 from foof.study.setting import Record, Setting
@@ -48,7 +48,8 @@ class Section:
 def _row(label: str, tuned: Tuned, until: int | None) -> dict[str, str]:
     """What a method was run with and what came of it."""
     best, loss = tuned.best, Term(label).spread({label: tuned}, until)
-    times = [1000 * r.cost["cpu_per_step"] for r in tuned.records if r.cost.get("cpu_per_step")]
+    alone = not best.measure  # what a run measures takes time too
+    times = [1000 * r.cost["cpu_per_step"] for r in tuned.records if alone and r.cost.get("cpu_per_step")]
     return {
         "curve": label,
         "training loss": "–" if math.isnan(loss.mean) else str(loss),
@@ -105,7 +106,7 @@ def section(outcome: Outcome, preset: Preset) -> Section:
     figures = [d.figure() for d in outcome.drawings]
     runs_here = e.figure == "toy" or e.searches(preset)
     rerun = f"foof reproduce {e.id} --preset {preset.name if runs_here else 'paper'}"
-    said = " ".join(filter(None, (_setup(outcome), e.note)))
+    said = " ".join(filter(None, (_setup(outcome), note(e.figure, e.dataset, preset.centred, bool(outcome.found)))))
     return Section(e.id, e.title, e.where, e.claimed, figures, rows, rerun, said, compared)
 
 
@@ -195,8 +196,3 @@ def recalled(experiments: Sequence[Experiment], preset: Preset, dump: Path) -> l
     with Store(":memory:") as records:
         records.load_dump(dump)
         return recall(experiments, preset, remembered(records))
-
-
-def table(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Verdicts as plain rows, for the terminal and for files."""
-    return [{"id": v.id, "where": v.where, "claim": v.claim, "measured": v.measured, "ruling": str(v.ruling)} for v in verdicts]

@@ -110,6 +110,11 @@ def _both(a: Term, b: Term, found: Found, until: int | None) -> int | None:
     return until if len(ends) == 1 else min(*ends, until or min(ends))
 
 
+def _at(term: Term, until: int | None) -> str:
+    """Which step losses are of, where it is not the last one of both."""
+    return f"; at step {until:,}" if until and term.quantity == "loss" else ""
+
+
 def _below(a: Term, b: Term, by: float, found: Found, until: int | None) -> Ruling:
     """Does `by` times a lie below b?"""
     left, right = a.spread(found, until), b.spread(found, until)
@@ -146,7 +151,7 @@ class Lower:
         ratio = b.mean / a.mean if a.mean and math.isfinite(a.mean) else math.nan
         says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
         text = "; ".join([*says, *([] if math.isnan(ratio) or math.isinf(ratio) else [f"ratio {ratio:.3g}"])])
-        return Measured(text, _below(self.a, self.b, self.by, found, until))
+        return Measured(text + _at(self.a, until), _below(self.a, self.b, self.by, found, until))
 
     def _unlabelled(self, term: Term, found: Found, until: int | None) -> str:
         quantity = QUANTITIES[term.quantity]
@@ -171,7 +176,8 @@ class Similar:
     def judge(self, found: Found, until: int | None) -> Measured:
         until = _both(self.a, self.b, found, until)
         a, b = self.a.spread(found, until), self.b.spread(found, until)
-        text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {b.mean / a.mean if a.mean else math.nan:.3g}"
+        ratio = b.mean / a.mean if a.mean else math.nan
+        text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {ratio:.3g}{_at(self.a, until)}"
         ways = [_below(x, y, 1 / self.within, found, until) for x, y in ((self.a, self.b), (self.b, self.a))]
         return Measured(text, together(ways))
 

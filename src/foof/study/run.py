@@ -18,6 +18,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported
 Batch = tuple[Tensor, Tensor]
 Watch = Callable[[int, float], None]  # called with the step and its loss, whenever a point is logged
 INITIAL_BATCHES = 50  # Appendix K: statistics of 50 mini-batches before training
+_ONE_AT_A_TIME = Lock()  # torch's seed and threads belong to the whole process, and a Dask worker may have several threads
 
 
 @dataclass
@@ -62,15 +64,16 @@ def batches(train: Data, size: int | None, generator: torch.Generator) -> Iterat
 @contextmanager
 def _fixed(seed: int, threads: int) -> Iterator[None]:
     """Seed torch's global generator and fix the number of threads (sums depend on it); put both back afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of NaN in statistics: the record tells of divergence
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(before)
+    with _ONE_AT_A_TIME:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of NaN in statistics: the record tells of divergence
+                torch.manual_seed(seed)
+                yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def run(setting: Setting, watch: Watch | None = None, threads: int = 1) -> Record:

@@ -46,7 +46,7 @@ class Setting:
     steps: int = 600
     seed: int = 0
     log_every: int = 10
-    measure: tuple[str, ...] = ()  # further quantities to log, see run.MEASURES
+    measure: tuple[str, ...] = ()  # further quantities to log, see `measuring`
 
     def __post_init__(self) -> None:
         canonical = tuple(sorted((str(k), v) for k, v in dict(self.options).items()))

@@ -11,7 +11,6 @@ import gzip
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ DIGITS = 6  # significant digits in dumps: finer than any claim needs
 
 
 class StoreError(RuntimeError):
-    """A file that is no store of records."""
+    """A file that is no store of records, or one that SQLite cannot read or write."""
 
 
 class Store:
@@ -38,14 +37,17 @@ class Store:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # autocommit: every statement is its own transaction; timeout: a second writer waits for its turn
+        self._db = sqlite3.connect(self.path, timeout=60, isolation_level=None)
+        self._execute(SCHEMA)
+
+    def _execute(self, statement: str, values: tuple[str, ...] = ()) -> list[tuple]:
         try:
-            # autocommit: every statement is its own transaction; timeout: a second writer waits for its turn
-            self._db = sqlite3.connect(self.path, timeout=60, isolation_level=None)
-            self._db.execute(SCHEMA)
-        except sqlite3.DatabaseError as error:
+            return self._db.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
             raise StoreError(
-                f"{self.path} should be a store of records, but SQLite cannot read it ({error}). "
-                f"Move it away and run again, or name another file."
+                f"{self.path} should be a store of records, but SQLite cannot use it ({error}). "
+                f"Make room if the disk is full, or move the file away and run again, or name another."
             ) from error
 
     def __enter__(self) -> Store:
@@ -59,25 +61,24 @@ class Store:
 
     def put(self, record: Record) -> None:
         """Write a record, in place of an earlier one of the same setting."""
-        self._db.execute(
+        self._execute(
             "INSERT OR REPLACE INTO records (key, status, body) VALUES (?, ?, ?)",
             (record.key, record.status, json.dumps(record.to_dict(), allow_nan=False)),
         )
 
     def get(self, setting: Setting) -> Record | None:
-        row = self._db.execute("SELECT body FROM records WHERE key = ?", (setting.key,)).fetchone()
-        return Record.from_dict(json.loads(row[0])) if row else None
+        rows = self._execute("SELECT body FROM records WHERE key = ?", (setting.key,))
+        return Record.from_dict(json.loads(rows[0][0])) if rows else None
 
     def __contains__(self, setting: Setting) -> bool:
-        return self._db.execute("SELECT 1 FROM records WHERE key = ?", (setting.key,)).fetchone() is not None
+        return bool(self._execute("SELECT 1 FROM records WHERE key = ?", (setting.key,)))
 
     def __len__(self) -> int:
-        return self._db.execute("SELECT count(*) FROM records").fetchone()[0]
+        return self._execute("SELECT count(*) FROM records")[0][0]
 
     def __iter__(self) -> Iterator[Record]:
-        with closing(self._db.execute("SELECT body FROM records ORDER BY written, rowid")) as rows:
-            for (body,) in rows:
-                yield Record.from_dict(json.loads(body))
+        for (body,) in self._execute("SELECT body FROM records ORDER BY written, rowid"):
+            yield Record.from_dict(json.loads(body))
 
     def load_dump(self, path: Path | str) -> int:
         """Add the records of a dump that are not here yet, all or none; returns how many there were."""
@@ -86,14 +87,14 @@ class Store:
     def put_all(self, records: Iterable[Record]) -> int:
         """Write records, all or none; returns how many."""
         new = list(records)
-        self._db.execute("BEGIN")
+        self._execute("BEGIN")
         try:
             for record in new:
                 self.put(record)
         except BaseException:
-            self._db.execute("ROLLBACK")
+            self._execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
+        self._execute("COMMIT")
         return len(new)
 
 
@@ -137,6 +138,11 @@ def rows(records: Iterable[Record]) -> list[dict[str, Any]]:
     ]
 
 
+def _one_type(values: list[Any]) -> list[Any]:
+    """A column of text and numbers, as λ with its "auto", becomes text."""
+    return [v if v is None else str(v) for v in values] if any(isinstance(v, str) for v in values) else values
+
+
 def export(records: Iterable[Record], path: Path | str) -> None:
     """Write `rows` to a `.csv` or `.parquet` file (the latter needs pyarrow: `pip install 'foof[parquet]'`)."""
     path, table = Path(path), rows(records)
@@ -147,9 +153,12 @@ def export(records: Iterable[Record], path: Path | str) -> None:
             writer.writeheader()
             writer.writerows(table)
     elif path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.table({name: [row.get(name) for row in table] for name in names}), path)
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ModuleNotFoundError as error:
+            raise ValueError("a .parquet file needs pyarrow, which is missing: pip install 'foof[parquet]'") from error
+        columns = {name: _one_type([row.get(name) for row in table]) for name in names}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
     else:
         raise ValueError(f"records can be exported to .csv or .parquet, not to {path.name!r}")

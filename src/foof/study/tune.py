@@ -45,7 +45,11 @@ def damping_at(damping: float, decades: int) -> float:
 
 def damping_grid(low: float, high: float, every: int = 2) -> tuple[float, ...]:
     """Powers of ten from `low` to `high`, every second one as in the paper, or every one."""
-    return tuple(float(f"1e{i}") for i in range(round(math.log10(low)), round(math.log10(high)) + 1, every))
+    first, last = (round(math.log10(x)) for x in (low, high))
+    if (last - first) % every or any(not math.isclose(10.0**i, x, rel_tol=1e-6) for i, x in ((first, low), (last, high))):
+        apart = "every power of ten" if every == 1 else f"every power of ten that is {every} decades further"
+        raise ValueError(f"a range of λ is {apart} from its low to its high end, but {low:g} to {high:g} was given")
+    return tuple(float(f"1e{i}") for i in range(first, last + 1, every))
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,11 @@ class Search:
     """One method's own search: a base setting, a first grid, and how many seeds its winner gets.
 
     A single damping is a choice, not a grid: it is never extended. So is a single learning rate.
-    With a `centre` (lr, λ), all seeds are run there first, and it stands until the grid around it is complete. It is `known` if a
+    With a `centre` (lr, λ), one seed is run there first, and it stands until the grid around it is complete. It is `known` if a
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
     With `grid_steps`, runs of the grid stop there, and are compared by their mini-batch losses just before (longer runs too: a
-    short run is the beginning of a long one). The best of them replaces the centre if it ends below it, with all seeds.
+    short run is the beginning of a long one). The best of them replaces the centre if it ends below it, over all seeds.
     """
 
     base: Setting
@@ -141,8 +145,8 @@ def look(search: Search, get: Get) -> Look:
         lr, damping = search.centre
         centre = search.base.but(lr=lr, damping=damping)
         found = _seeds(search, centre, get, search.known)
-        if found.missing:
-            return found
+        if get(centre) is None:
+            return replace(found, missing=(centre,))
 
     def loss(setting: Setting) -> float:
         return _trial_loss(trials[setting], search.grid_steps)
@@ -176,7 +180,7 @@ class _Contest:
 
 
 def _contest(search: Search, centre: Setting, ranking: Sequence[Setting], get: Get) -> _Contest:
-    """Does a better trial replace the centre? One run at full length must end below it, then the mean over all seeds.
+    """Does a better trial replace the centre? One run at full length must end below that of the centre, then the mean over all seeds.
 
     Of those that did better than the centre in the grid the best is asked first, then the second, no more.
     """
@@ -185,16 +189,12 @@ def _contest(search: Search, centre: Setting, ranking: Sequence[Setting], get: G
         if first is None:
             return _Contest(centre, (challenger,))
         if before is None or first.score < before.score:
-            if missing := _seeds(search, challenger, get, True).missing:
-                return _Contest(centre, missing)
-            if _mean_score(search, challenger, get) < _mean_score(search, centre, get):
+            runs = _seeds(search, challenger, get, True)
+            if runs.missing:
+                return _Contest(centre, runs.missing)
+            if before is None or runs.tuned is None or statistics.fmean(r.score for r in runs.tuned.records) < before.score:
                 return _Contest(challenger)
     return _Contest(centre)
-
-
-def _mean_score(search: Search, setting: Setting, get: Get) -> float:
-    """Over all seeds; infinite where one has diverged."""
-    return statistics.fmean(record.score for i in range(search.seeds) if (record := get(setting.but(seed=i))))
 
 
 def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Setting, ...]]:

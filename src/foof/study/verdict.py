@@ -29,7 +29,6 @@ class Verdict:
     rule: str  # what had to be true for the claim to hold
     ruling: Ruling
     section: str = ""  # the report's section that shows it
-    preset: str = ""  # where the records are from, if not from the report's own preset
 
 
 @dataclass(frozen=True)
