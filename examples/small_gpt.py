@@ -71,7 +71,7 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits ``(N, R, vocabulary)`` for ids ``(N, R)``."""
-        x = self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
+        x = self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device)[None])  # (1, L): one that all datapoints share
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

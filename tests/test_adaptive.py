@@ -10,7 +10,7 @@ from torch import nn
 import foof
 from cases import flat
 from foof.likelihood import Likelihood, likelihood_named
-from foof.optim.adaptive import Adaptive, fisher_in
+from foof.optim.adaptive import Adaptive, ModelCall, fisher_in
 from oracle import full_fisher, relative_error
 from test_kfac import batch, net, step
 
@@ -23,7 +23,8 @@ def test_fisher_of_a_plane_by_forward_mode_is_the_dense_one(likelihood):
     plane = [torch.randn(2, *p.shape).double() for p in params]
     flat_plane = torch.cat([u.flatten(1) for u in plane], 1)
     opt = foof.KFAC(model)  # taps stand aside in forward mode
-    ours = fisher_in(model, [((x[:2],), {}), ((x[2:],), {})], params, plane, likelihood_named(likelihood))
+    calls = [ModelCall((part,), {}, model(part).shape) for part in (x[:2], x[2:])]
+    ours = fisher_in(model, calls, params, plane, likelihood_named(likelihood))
     assert relative_error(ours, flat_plane @ F @ flat_plane.T) < 1e-10
     assert opt is not None
 
@@ -129,7 +130,7 @@ def test_an_adaptive_step_after_a_skipped_one_with_zero_grad_in_between():
         opt.zero_grad()
         nn.functional.cross_entropy(out, y).backward()  # of the first batch no step is taken
     attached = opt.preconditioner
-    assert [args[0] is x for args, _ in attached.batches] == [True]
+    assert [call.args[0] is x for call in attached.batches] == [True]
     opt.step()
 
 
@@ -159,3 +160,35 @@ def test_adaptive_damping_follows_the_reduction_ratio_and_needs_no_tuning():
         dampings.append(opt.param_groups[0]["damping"])
     assert losses[-1] < 0.5 * losses[0]
     assert dampings[-1] < 1.0
+
+
+def test_dropout_is_the_same_along_every_direction():
+    model, x = nn.Sequential(nn.Linear(4, 30), nn.Dropout(0.5), nn.Linear(30, 3)), torch.randn(5, 4)
+    params = list(model.parameters())
+    plane = [torch.randn_like(p).expand(2, *p.shape) for p in params]
+    before = torch.get_rng_state()
+    C = fisher_in(model, [ModelCall((x,), {}, torch.Size([5, 3]))], params, plane, likelihood_named("categorical"))
+    assert torch.equal(C, C[0, 0].expand(2, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batch_norm_keeps_its_averages():
+    model, (x, y) = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), batch(0, 12)
+    opt = foof.KFAC(model, damping=0.1, T=1, adaptive=True)
+    out = model(x)
+    opt.update_curvature(out)
+    nn.functional.cross_entropy(out, y).backward()
+    averages = [b.clone() for b in model.buffers()]
+    opt.step()
+    assert all(map(torch.equal, averages, model.buffers()))
+
+
+@pytest.mark.parametrize("given", [lambda out: out.movedim(1, -1), lambda out: out[:, :2]])
+def test_outputs_that_are_not_the_model_s_own_are_refused(given):
+    model = nn.Conv1d(2, 3, 1)
+    opt = foof.KFAC(model, damping=0.1, T=1, adaptive=True)
+    out = given(model(torch.randn(5, 2, 4)))
+    opt.update_curvature(out)
+    out.square().sum().backward()
+    with pytest.raises(ValueError, match="needs update_curvature to be given what the model returns"):
+        opt.step()

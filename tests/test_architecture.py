@@ -13,9 +13,9 @@ SRC = Path(__file__).parents[1] / "src" / "foof"
 ORDER = """
 linalg
 layers
+statistics
 likelihood
 tap
-statistics
 curvature
 gradients
 gram

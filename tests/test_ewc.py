@@ -90,3 +90,16 @@ def test_bad_input_is_explained() -> None:
         EWC(mlp(2, 2), 1.0, "kronecker")
     with pytest.raises(ValueError, match="strength"):
         EWC(mlp(2, 2), -1.0)
+
+
+def test_second_derivatives_of_the_exact_penalty_are_refused():
+    """They would be zero, which they are not."""
+    model = mlp(3, 4, 2)
+    ewc = EWC(model, strength=1.0)
+    ewc.consolidate(torch.randn(6, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1
+    gradients = torch.autograd.grad(ewc.penalty(), list(model.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        sum(g.square().sum() for g in gradients).backward()

@@ -83,3 +83,37 @@ def test_a_weight_used_outside_its_layer_is_refused() -> None:
 
     with pytest.raises(ValueError, match="outside its layer"):
         foof.Fisher(Functional(), torch.randn(5, 4))
+
+
+class TimeFirst(nn.Module):
+    """Datapoints come first at its ends only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x.transpose(0, 1)).tanh().mean(0))
+
+
+class Positions(nn.Module):
+    """One table for all datapoints."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(length, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x + self.table(torch.arange(x.shape[1]))).tanh().sum(1))
+
+
+@pytest.mark.parametrize("model", [TimeFirst(), Positions(5)], ids=["time first", "positions"])
+@pytest.mark.parametrize(("N", "said"), [(3, "is not the 3 datapoints"), (5, "but is not theirs")])
+def test_datapoints_must_come_first_even_where_lengths_agree(model, N, said):
+    with pytest.raises(ValueError, match=said):
+        foof.Fisher(model, torch.randn(N, 5, 4))
+
+
+def test_as_many_positions_as_datapoints_are_no_trouble_if_datapoints_come_first():
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Flatten(), nn.Linear(20, 2))
+    foof.Fisher(model, torch.randint(7, (5, 5)))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import foof
-from cases import OPTIMIZERS, batch, cnn, flat, mlp, norm_net, train
+from cases import OPTIMIZERS, batch, cnn, flat, mlp, norm_net, step, train
 from oracle import relative_error
 
 
@@ -173,18 +173,23 @@ def test_a_batch_with_nan_is_left_out_with_a_warning():
     assert torch.isfinite(opt.preconditioner.blocks[0].factor.tensor).all()
 
 
-def test_inputs_overwritten_before_the_step_are_left_out():
-    """A reused input buffer: what the statistics would see is no longer what the backward pass saw."""
-    model = mlp(4, 20, 3, bias=False)
-    opt = foof.FOOF(model, T=1, lr=0.0)
-    x = batch(0, 3)[0]
-    opt.initialise([x])
-    before = opt.preconditioner.blocks[0].moments["Sigma"].value.clone()
-    model(x).sum().backward()
-    x.zero_()
-    with pytest.warns(UserWarning, match="overwritten before step"):
+@pytest.mark.parametrize("kind", [foof.FOOF, foof.KFAC])
+def test_the_input_buffer_may_be_filled_again_before_the_step(kind):
+    """With accumulation, statistics are those of the batches that came, not of what the buffer holds in the end."""
+    batches, moments = [batch(t, 3)[0] for t in range(3)], []
+    for buffer in (torch.empty_like(batches[0]), None):
+        torch.manual_seed(0)
+        model = mlp(4, 20, 3, bias=False)
+        opt = kind(model, T=1, lr=0.0)
+        for x in batches:
+            out = model(x if buffer is None else buffer.copy_(x))
+            opt.update_curvature(out)
+            out.sum().backward()
+        if buffer is not None:
+            buffer.zero_()
         opt.step()
-    assert torch.equal(opt.preconditioner.blocks[0].moments["Sigma"].value, before)
+        moments.append(opt.preconditioner.blocks[0].moments["Sigma"].value)
+    assert torch.equal(*moments)
 
 
 def test_a_skipped_step_leaves_no_trace():
@@ -361,3 +366,31 @@ def test_a_layer_first_reached_late_starts_from_that_batch(name):
         if t == 4:
             ones = torch.cat([x, torch.ones(6, 1)], 1)
             assert torch.allclose(opt.preconditioner.blocks[1].moments["Sigma"].value, ones.mT @ ones / 6)
+
+
+def test_a_relative_damping_of_zeros_is_no_division_by_zero():
+    """A channel that is dead, an input that is zero: no gradient, so any λ will do."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1, groups=3, bias=False), nn.Flatten(), nn.Linear(12, 2, bias=False))
+    opt = foof.FOOF(model, relative=True, damping=0.1, T=1)
+    x = torch.randn(4, 3, 2, 2)
+    x[:, 1] = 0
+    for _ in range(3):
+        model(x).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert all(p.isfinite().all() for p in model.parameters())
+    still = model[0].weight.detach().clone()
+    model(torch.zeros_like(x)).sum().backward()
+    opt.step()
+    assert torch.equal(model[0].weight, still)
+
+
+@pytest.mark.parametrize("method", ["foof", "kfac"])
+def test_statistics_follow_a_model_to_another_precision(method):
+    model = mlp(12, 10, 3)
+    opt = OPTIMIZERS[method](model)
+    x, y = torch.randn(4, 12), torch.randint(3, (4,))
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        model.to(dtype)
+        step(model, opt, x.to(dtype), y)
+        assert {m.value.dtype for block in opt.preconditioner.blocks for m in block.moments.values()} == {dtype}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import warnings
 from typing import Any
 
@@ -265,3 +267,34 @@ def test_bad_input_is_explained() -> None:
         foof.laplace.fit(model, x, y).predict(test, "exact")
     with pytest.raises(ValueError, match=r"labels must be in 0\.\.2"):
         foof.laplace.fit(model, x, y + 3)
+
+
+def test_copies_of_a_fisher_are_fishers():
+    F = foof.Fisher(mlp(3, 4, 2).double(), torch.randn(6, 3, dtype=torch.float64))
+    for twin in (copy.deepcopy(F), pickle.loads(pickle.dumps(F))):
+        assert torch.equal(twin.dense(), F.dense())
+        assert all(map(torch.equal, twin.diagonal(), F.diagonal()))
+
+
+@pytest.mark.parametrize("damping", [1.0, 1e-3, 1e-6])
+def test_the_log_determinant_in_float32_where_there_are_more_columns_than_parameters(damping):
+    """Rounding errors of eigenvalues that are zero must not count, however small λ is."""
+    model, x = mlp(4, 3, 2), torch.randn(200, 4)
+    logdets = [float(foof.Fisher(model.to(dtype), x.to(dtype), labels="full").logdet(damping)) for dtype in (torch.float32, torch.float64)]
+    assert logdets[0] == pytest.approx(logdets[1], abs=0.02)
+
+
+def test_refinement_never_makes_a_solution_worse():
+    torch.manual_seed(0)
+    model, x = mlp(4, 3, 2), torch.randn(200, 4)
+    v = torch.randn(sum(p.numel() for p in model.parameters()))
+    exact = foof.Fisher(copy.deepcopy(model).double(), x.double(), labels="full").solve(v.double(), damping=1e-8)
+    F = foof.Fisher(model, x, labels="full")
+    errors = [float((F.solve(v, damping=1e-8, refine=n).double() - exact).norm() / exact.norm()) for n in (0, 3)]
+    assert errors[1] <= 1.01 * errors[0]
+
+
+def test_a_diagonal_prior_of_another_precision_can_be_refined_with():
+    F = foof.Fisher(mlp(3, 4, 2), torch.randn(6, 3))
+    v, prior = torch.randn(F.shape[0]), torch.rand(F.shape[0], dtype=torch.float64) + 0.5
+    assert torch.allclose(F.solve(v, damping=prior, refine=1), F.solve(v, damping=prior), rtol=1e-3, atol=1e-5)

@@ -107,3 +107,11 @@ def test_what_cannot_be():
         Labels("true")
     with pytest.raises(ValueError, match="needs the data's labels"):
         next(Labels("empirical").errors(LIKELIHOODS["categorical"], out))
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_the_log_likelihood_of_many_does_not_overflow_in_half_precision(name):
+    out = torch.zeros(60_000, 10)
+    y = torch.zeros(60_000, dtype=torch.long) if name == "categorical" else torch.ones(60_000, 10)
+    exact, half = (LIKELIHOODS[name].negative_log_likelihood(out.to(dtype), y) for dtype in (torch.float32, torch.float16))
+    assert half.item() == pytest.approx(exact.item(), rel=1e-3)

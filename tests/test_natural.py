@@ -279,3 +279,16 @@ def test_a_step_without_the_fisher_that_was_due_is_told_of_once() -> None:
 def test_there_are_no_averages_to_initialise() -> None:
     with pytest.raises(NotImplementedError, match=r"call update_curvature\(inputs=...\)"):
         foof.NaturalGradient(mlp(4, 5, 3)).initialise([torch.randn(2, 4)])
+
+
+def test_a_second_step_on_the_same_gradients_is_the_same_step():
+    model, x = mlp(4, 5, 3), torch.randn(6, 4)
+    opt = foof.NaturalGradient(model, lr=0.1, damping=0.1)
+    start = flat(model.parameters())
+    opt.update_curvature(inputs=x)
+    model(x).square().sum().backward()
+    opt.step()
+    first = flat(model.parameters()) - start
+    opt.update_curvature(inputs=x)
+    opt.step()
+    assert torch.allclose(flat(model.parameters()) - start, 2 * first, rtol=1e-4, atol=1e-6)

@@ -216,3 +216,37 @@ def test_parameters_cannot_join_later():
     opt = foof.FOOF(mlp(4, 5, 3))
     with pytest.raises(ValueError, match="cannot join later"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def test_a_parameter_in_two_groups_is_refused():
+    model = mlp(4, 5, 3)
+    both = [{"params": [model[0].weight, model[0].bias], "lr": 1.0}, {"params": [model[0].weight], "lr": 2.0}]
+    with pytest.raises(ValueError, match="a parameter stands in more than one group"):
+        foof.FOOF(model, groups=both)
+
+
+def test_an_optimizer_may_be_put_on_neurons_again_after_remove():
+    model = mlp(4, 5, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    foof.precondition(opt, model)
+    with pytest.raises(ValueError, match="on neurons already"):
+        foof.precondition(opt, model)
+    opt.preconditioner.remove()
+    assert foof.precondition(opt, model, damping=2.0).preconditioner.taps
+
+
+@pytest.mark.parametrize(("positions", "kfac", "warns"), [("(L,)", False, True), ("(1, L)", False, False), ("(1, L)", True, True)])
+def test_layers_that_count_other_datapoints_are_warned_of(positions, kfac, warns):
+    """Σ is a mean over the first dimension: a table of positions would have L datapoints, or, rightly for FOOF, one that all share."""
+    table, head, opt_of = nn.Embedding(5, 4), nn.Linear(4, 3), foof.KFAC if kfac else foof.FOOF
+    opt = opt_of(nn.ModuleList([table, head]))
+    at = torch.arange(5) if positions == "(L,)" else torch.arange(5)[None]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            out = head(torch.randn(6, 5, 4) + table(at))
+            opt.update_curvature(out)
+            out.square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    assert sum("different numbers of datapoints" in str(w.message) for w in said) == warns

@@ -51,3 +51,28 @@ def test_schedule_is_that_of_algorithm_1(T, S):
 def test_impossible_schedules(T, S):
     with pytest.raises(ValueError, match="must be"):
         Schedule(T, S)
+
+
+def test_datapoints_of_a_pass_are_the_most_that_one_of_its_calls_had():
+    """Support and query, or a call that was given nothing: their order in the backward pass does not matter."""
+    for counts in ((2, 20), (20, 2), (0, 20)):
+        seen = Gathered()
+        for n in counts:
+            seen.add_rows(torch.ones(n, 3), n, pass_id=7)
+        assert (seen.datapoints, seen.latest) == (20, (7, 20))
+        seen.add_rows(torch.ones(5, 3), 5, pass_id=8)
+        assert seen.datapoints == 25
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_rows_that_were_written_into_are_not_sound(more):
+    rows, seen, other = torch.randn(2, 3), Gathered(), Gathered()
+    seen.add_rows(rows, 2, pass_id=0)
+    assert seen.sound()
+    rows.zero_()
+    if more == 1:
+        seen.add_rows(torch.randn(2, 3), 2, pass_id=1)
+    if more == 2:
+        other.add_rows(torch.randn(2, 3), 2, pass_id=1)
+        other.merge(seen)
+    assert not (other if more == 2 else seen).sound()

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 
 from cases import KINDS, cnn, mlp
@@ -101,8 +102,26 @@ def test_keyword_input_and_second_backward():
         out.backward()
         assert torch.allclose(model.weight.grad, 2 * once)
         (first,) = torch.autograd.grad(model(x).pow(2).sum(), model.weight, create_graph=True)
-        with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate twice"):
+        with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*remove\(\) first"):
             first.sum().backward()
+
+
+def test_a_gradient_penalty_is_refused_where_the_error_is_constant():
+    """Next to the output e does not depend on anything: torch alone would call the second derivative zero."""
+    model, x = nn.Linear(4, 1), torch.randn(2, 4, requires_grad=True)
+    with tapped(covered_layers(model)[0], Plain()):
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            slope.square().sum().backward()
+
+
+def test_forward_mode_and_traces_are_plain():
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    with tapped(covered_layers(model)[0], Plain()):
+        assert torch.jit.trace(model, x)(x).equal(model(x))
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    assert torch.allclose(tangent, model.weight.sum(1).expand(2, 3))
 
 
 def test_a_receiver_may_skip_weight_gradients():

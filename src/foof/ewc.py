@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from foof.fisher import Fisher
 from foof.gradients import Vectors
 from foof.gram import GramOperator
+from foof.tap import differentiable_once
 
 __all__ = ["EWC"]
 
@@ -37,7 +38,7 @@ class _Quadratic(torch.autograd.Function):
         return 0.5 * torch.stack([t.square().sum() for t in projected]).sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("the exact penalty has first derivatives only: for second ones, use curvature=\"diagonal\"")
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         operator: GramOperator = ctx.operator
         gradient: Vectors = [torch.empty(0)] * len(operator.params)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +69,7 @@ class Columns:
 
     def __init__(self, params: list[nn.Parameter], calls: list[Call], N: int, K: int) -> None:
         self.params, self.calls, self.N, self.K = params, calls, N, K
-        offsets = [0]
-        for p in params:
-            offsets.append(offsets[-1] + p.numel())
-        self.offsets = {id(p): offset for p, offset in zip(params, offsets, strict=False)}
-        self.size = offsets[-1]
+        self.size = sum(p.numel() for p in params)
         self.R = sum(call.rows for call in calls)
         shapes = {(id(c.layer.weight), type(c.layer), c.layer.has_bias, c.layer.groups) for c in calls}
         self.one_matrix = len(shapes) <= 1 and len(params) == (len(calls[0].layer.parameters) if calls else len(params))
@@ -80,6 +77,12 @@ class Columns:
     @property
     def layer(self) -> Layer:
         return self.calls[0].layer
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        """Where each parameter begins, by its id, which is another one in a copy."""
+        begins = accumulate((p.numel() for p in self.params), initial=0)
+        return {id(p): begin for p, begin in zip(self.params, begins, strict=False)}
 
     @property
     def bytes(self) -> int:
@@ -274,8 +277,9 @@ class Columns:
 
     def positions(self, layer: Layer) -> Tensor:
         """Where the entries of the matrix ``[W, bias]`` are in the block's flat vector: ``(G·n·m,)``."""
+        offsets = self.offsets
         at = [
-            torch.arange(self.offsets[id(p)], self.offsets[id(p)] + p.numel(), device=p.device).reshape(p.shape)
+            torch.arange(offsets[id(p)], offsets[id(p)] + p.numel(), device=p.device).reshape(p.shape)
             for p in layer.parameters
         ]
         return layer.join(at[0], at[1] if len(at) > 1 else None).flatten()

@@ -49,6 +49,10 @@ class Precision:
         """``Λ^(-power) u``."""
         return [u / (v.to(u.dtype) ** power if isinstance(v, Tensor) else v**power) for u, v in zip(us, self.values, strict=True)]
 
+    def times(self, us: Vectors) -> Vectors:
+        """``Λ u``."""
+        return [u * (v.to(u.dtype) if isinstance(v, Tensor) else v) for u, v in zip(us, self.values, strict=True)]
+
     def logdet(self, params: list[nn.Parameter]) -> Tensor:
         terms = [
             v.double().log().sum() if isinstance(v, Tensor) else torch.tensor(p.numel() * math.log(v), dtype=torch.float64)
@@ -187,11 +191,19 @@ class GramOperator:
         ``refine`` corrections by the residual, ``x ← x + (Λ + c F)⁻¹ (u - (Λ + c F) x)``, shrinks the error by that factor.
         """
         solved = self._solve(us, precision, c)
+        left = self._residual(us, solved, precision, c) if refine else []
         for _ in range(refine):
-            product = self.apply(solved)
-            residual = [u - v * x - c * y for u, v, x, y in zip(us, precision.values, solved, product, strict=True)]
-            solved = [x + y for x, y in zip(solved, self._solve(residual, precision, c), strict=True)]
+            better = [x + y for x, y in zip(solved, self._solve(left, precision, c), strict=True)]
+            still_left = self._residual(us, better, precision, c)
+            if not _size(still_left) < _size(left):  # beyond this precision
+                break
+            solved, left = better, still_left
         return solved
+
+    def _residual(self, us: Vectors, xs: Vectors, precision: Precision, c: float) -> Vectors:
+        """``u - (Λ + c F) x``."""
+        products = zip(us, precision.times(xs), self.apply(xs), strict=True)
+        return [u - scaled - c * y for u, scaled, y in products]
 
     def _solve(self, us: Vectors, precision: Precision, c: float) -> Vectors:
         scaled = precision.divide(us)
@@ -221,12 +233,22 @@ class GramOperator:
 
     @torch.no_grad()
     def logdet(self, precision: Precision, c: float) -> Tensor:
-        """``log det (Λ + c F)``, in float64."""
+        """``log det (Λ + c F) = log det Λ + Σ log(1 + c μ)``, in float64, with μ the eigenvalues of ``Gᵀ Λ⁻¹ G``.
+
+        From the Cholesky factor, unless c times the rounding errors of the μ that should be 0 would count.
+        """
         total = precision.logdet(self.params)
         for part in self.parts:
-            L = self.factor(part, precision, c)
-            scale = math.log(c) - math.log(precision.scalar or 1.0)
-            total = total + 2 * L.diagonal().double().log().sum().cpu() + self.D * scale
+            K = self.gram(part) if precision.scalar is not None else self._weighted_gram(part, precision)
+            strength = c / (precision.scalar or 1.0)
+            rounding = torch.finfo(K.dtype).eps * float(K.diagonal().max())
+            if self.D * rounding * strength < 0.1:
+                L = self.factor(part, precision, c)
+                total = total + 2 * L.diagonal().double().log().sum().cpu() + self.D * math.log(strength)
+            else:
+                rank = min(self.D, sum(block.size for block in part.blocks))
+                mu = torch.linalg.eigvalsh(K.double()).cpu()[-rank:]
+                total = total + torch.log1p(strength * torch.where(mu > torch.finfo(K.dtype).eps * mu[-1], mu, 0.0)).sum()
         return total
 
     # --- memory -------------------------------------------------------------------------------------------------------------
@@ -253,6 +275,10 @@ class GramOperator:
             "gram": sum(0 if part.gram is None else part.gram.numel() * part.gram.element_size() for part in self.parts),
             "factor": sum(0 if part.factor is None else part.factor.numel() * part.factor.element_size() for part in self.parts),
         }
+
+
+def _size(us: Vectors) -> float:
+    return math.sqrt(sum(float(u.double().square().sum()) for u in us))
 
 
 def by_layer_named(blocks: str) -> bool:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foof.statistics import wide
+
 IGNORED = -100  # the label of a position that has no loss, as in torch's cross entropy
 
 
@@ -104,6 +106,7 @@ class Categorical(Likelihood):
 
     def negative_log_likelihood(self, out: Tensor, y: Tensor) -> Tensor:
         self._check(out, y)
+        out = out.to(wide(out.dtype))
         return F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1), reduction="sum", ignore_index=IGNORED)
 
     @staticmethod
@@ -137,6 +140,7 @@ class Bernoulli(Likelihood):
         return out.sigmoid() - _like_outputs(out, y)
 
     def negative_log_likelihood(self, out: Tensor, y: Tensor) -> Tensor:
+        out = out.to(wide(out.dtype))
         return F.binary_cross_entropy_with_logits(out, _like_outputs(out, y), reduction="sum")
 
 
@@ -159,6 +163,7 @@ class Gaussian(Likelihood):
         return out - _like_outputs(out, y)
 
     def negative_log_likelihood(self, out: Tensor, y: Tensor) -> Tensor:
+        out = out.to(wide(out.dtype))
         return 0.5 * (out - _like_outputs(out, y)).pow(2).sum() + 0.5 * math.log(2 * math.pi) * out.numel()
 
 

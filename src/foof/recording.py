@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foof.gradients import Call, chunks
-from foof.layers import Layer
+from foof.layers import Embedding, Layer, Linear
 from foof.likelihood import Labels, Likelihood
 from foof.tap import call_model, tapped
 
@@ -38,6 +38,8 @@ class Recorder:
             self.passes.append([])
             grads = torch.autograd.grad(out, weights, s.to(out.dtype), retain_graph=True, allow_unused=True)
             self._check_all_recorded(grads, weights, layers)
+        if self.passes and any(_ambiguous(layer, x, N) for layer, x, _ in self.passes[0]):
+            self._check_datapoints_come_first(out, weights)
         calls = []
         for same in zip(*self.passes, strict=True):
             layer, x, e = same[0]
@@ -51,14 +53,35 @@ class Recorder:
         self.passes = []
         return calls
 
+    def _check_datapoints_come_first(self, out: Tensor, weights: list[nn.Parameter]) -> None:
+        """Errors of the first datapoint alone must stay at the first place of every layer's output."""
+        passes, probe = self.passes, torch.zeros_like(out)
+        probe[0] = torch.linspace(1, 2, out[0].numel(), device=out.device).reshape(out[0].shape)
+        self.passes = [[]]
+        torch.autograd.grad(out, weights, probe, retain_graph=True, allow_unused=True)
+        for layer, x, e in self.passes[0]:
+            if e[1:].any():
+                raise ValueError(
+                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} is as long as the datapoints are many, but is not "
+                    f"theirs, so their gradients cannot be told apart. Put the datapoints first, or pass exclude=[{layer.name!r}]."
+                )
+        self.passes = passes
+
     @staticmethod
     def _check_all_recorded(grads: tuple[Tensor | None, ...], weights: list[nn.Parameter], layers: list[Layer]) -> None:
         for grad, weight in zip(grads, weights, strict=True):
             if grad is not None:
                 names = " = ".join(layer.label for layer in layers if layer.weight is weight)
                 raise ValueError(
-                    f"{names}: its weight is also used outside its layer's forward(), where its inputs are not seen; exclude it."
+                    f"{names}: its weight is also used outside its layer's forward(), where its inputs are not seen; exclude it. (Or "
+                    "the model was compiled and run before: call torch._dynamo.reset().)"
                 )
+
+
+def _ambiguous(layer: Layer, x: Tensor, N: int) -> bool:
+    """Might the first dimension be another than the datapoints, of the same length by chance? (time, or a table of positions)"""
+    lengths = x.shape if isinstance(layer, Embedding) else x.shape[:-1] if isinstance(layer, Linear) else x.shape[:1]
+    return N > 1 and lengths[0] == N and (lengths.count(N) > 1 or (isinstance(layer, Embedding) and x.dim() == 1))
 
 
 def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,

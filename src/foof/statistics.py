@@ -49,10 +49,17 @@ class Gathered:
         self.moment: Tensor | None = None  # (..., m, m) or (m,)
         self.datapoints = 0
         self._version = 0  # of the rows when they came
+        self._overwritten = False  # has somebody written into rows before they were multiplied out?
         self._last_pass: int | None = None
+        self._of_pass = 0  # datapoints of the last pass
 
     def __bool__(self) -> bool:
         return self.datapoints > 0
+
+    @property
+    def latest(self) -> tuple[int | None, int]:
+        """The latest pass, and how many datapoints it had."""
+        return self._last_pass, self._of_pass
 
     def add_rows(self, rows: Tensor, datapoints: int, pass_id: int) -> None:
         """Rows ``(..., k, m)``. Kept as they are while that is smaller than their product, and they are alone."""
@@ -72,6 +79,7 @@ class Gathered:
 
     def product(self) -> Tensor:
         """The sum over rows ``Σ a aᵀ``, multiplied out."""
+        self._overwritten |= self.rows is not None and self.rows._version != self._version
         moment = self.rows.mT @ self.rows if self.rows is not None else self.moment
         assert moment is not None
         return moment
@@ -83,6 +91,7 @@ class Gathered:
         elif other:
             self.moment, self.rows = self.product() + other.product(), None
             self.datapoints += other.datapoints
+            self._overwritten |= other._overwritten
 
     def sound(self) -> Tensor:
         """Is all of it finite, and still what it was? A boolean tensor, so that one look at the device serves all layers.
@@ -91,14 +100,17 @@ class Gathered:
         """
         seen = self.rows if self.rows is not None else self.moment
         assert seen is not None
-        if self.rows is not None and self.rows._version != self._version:  # someone wrote into the inputs since the backward pass
+        if self._overwritten or (self.rows is not None and self.rows._version != self._version):  # since the backward pass
             return torch.zeros((), dtype=torch.bool, device=seen.device)  # made there: nothing waits
         return torch.isfinite(seen.sum())
 
     def _count(self, datapoints: int, pass_id: int) -> None:
+        """Calls of one pass see the same datapoints, though not each of them all."""
         if pass_id != self._last_pass:
-            self.datapoints += datapoints
-            self._last_pass = pass_id
+            self._last_pass, self._of_pass = pass_id, 0
+        if datapoints > self._of_pass:
+            self.datapoints += datapoints - self._of_pass
+            self._of_pass = datapoints
 
     def _add(self, moment: Tensor) -> None:
         self.moment = moment if self.moment is None else self.moment.add_(moment)
@@ -129,6 +141,13 @@ class MovingAverage:
     @value.setter
     def value(self, value: Tensor | None) -> None:
         self._value, self._mirrored = value, True
+
+    def moved(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Move the average there; False if it is there already, or there is none."""
+        if self._value is None or (self._value.device, self._value.dtype) == (device, dtype):
+            return False
+        self._value = self._value.to(device, dtype)
+        return True
 
     def update(self, seen: Gathered, decay: float) -> None:
         """Fold in what one step saw: ``x = (sum over rows) / datapoints``."""

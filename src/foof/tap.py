@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 from foof.layers import Layer
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class Receiver(Protocol):
@@ -27,6 +31,27 @@ class Receiver(Protocol):
 
         x is the module's input, e the gradient of its output, both in the shapes the module uses; e in its own precision.
         """
+
+
+def differentiable_once(why: str) -> Callable[[Backward], Backward]:
+    """For the backward of an ``autograd.Function``: what it returns has no derivatives, and asking for them is an error that says why.
+
+    torch's own ``once_differentiable`` lets it pass, as zero, where the incoming gradient is a constant.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @wraps(backward)
+        def once(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+            with torch.no_grad():
+                answers = backward(ctx, *grads)
+            if not torch.is_grad_enabled():  # no create_graph
+                return answers
+            ends = torch._C._functions.DelayedError(why.encode(), len(answers))
+            return ends(*[None if a is None else a.detach().requires_grad_() for a in answers])  # type: ignore[arg-type]
+
+        return once
+
+    return decorate
 
 
 class _Junction(torch.autograd.Function):
@@ -40,7 +65,8 @@ class _Junction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("gradients of layers with an optimizer of foof on them cannot be differentiated again (a gradient penalty?): "
+                         "call the optimizer's remove() first, or leave the layers out with exclude=[...]")
     def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
@@ -77,10 +103,14 @@ def _leads_to(node: Any, position: int) -> bool:
 
 
 class Hook:
-    """A hook that copies and pickles of its module do not carry."""
+    """A hook that does nothing in copies and pickles of its module: these can be used, and loaded, without foof."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_tap, ()
+        return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
+
+
+def _does_nothing(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), nullcontext)
 
 
 class Tap(Hook):
@@ -94,6 +124,8 @@ class Tap(Hook):
         self.fired = False  # has the layer been called in training?
         self._receiver = weakref.ref(receiver)
         hooks = layer.module._forward_hooks
+        for key in [key for key, hook in hooks.items() if _does_nothing(hook)]:  # of the model this one is a copy of
+            del hooks[key]
         earlier = [key for key, hook in hooks.items() if isinstance(hook, Tap)]
         # First in line: before FSDP reshards the weight, and before hooks that change the output.
         self._handle = layer.module.register_forward_hook(self, with_kwargs=True, prepend=True)
@@ -135,20 +167,9 @@ class Tap(Hook):
         self._handle.remove()
 
 
-class _NoTap(Hook):
-    """What a copy of a tap becomes: a hook that does nothing."""
-
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
-def _no_tap() -> _NoTap:
-    return _NoTap()
-
-
 def _inside_transform() -> bool:
-    """Within ``torch.func`` transforms (vmap, grad) the tap stands aside: gradients there are plain."""
-    return bool(torch._C._are_functorch_transforms_active())
+    """Within ``torch.func`` transforms (vmap, grad), forward-mode derivatives and traces the tap stands aside: gradients are plain."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
 def existing_tap(module: nn.Module) -> Tap | None:

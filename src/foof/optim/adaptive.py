@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from foof.likelihood import Likelihood
 from foof.optim.base import NeuronOptimizer
+from foof.optim.block import random_numbers_kept
 from foof.tap import Hook
 
 
@@ -148,6 +149,24 @@ class QuadraticModelSteps(NeuronOptimizer, ABC):
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class ModelCall:
+    """The arguments of a model, and the shape of those of its outputs that the loss is of."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shape: torch.Size
+
+    def check(self, out: Any) -> None:
+        """The quadratic model is of what the model itself returns; the Fisher given to update_curvature must be too."""
+        if not isinstance(out, Tensor) or out.shape != self.shape:
+            returned = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"adaptive=... needs update_curvature to be given what the model returns, but it was given {tuple(self.shape)} and the "
+                f"model returns {returned}: move the selection or reshaping into the model (wrap it in a module)."
+            )
+
+
 class Calls(Hook):
     """A forward hook that knows the arguments of a model's calls by their outputs, for as long as these, and its owner, live."""
 
@@ -172,25 +191,27 @@ class Calls(Hook):
         self._handle.remove()
 
 
-def fisher_in(model: nn.Module, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], params: list[nn.Parameter],
-              plane: list[Tensor], likelihood: Likelihood) -> Tensor:  # fmt: skip
+def fisher_in(model: nn.Module, batches: Sequence[ModelCall], params: list[nn.Parameter], plane: list[Tensor], likelihood: Likelihood
+              ) -> Tensor:  # fmt: skip
     """``δ_iᵀ F δ_j = 1/N Σ_n (J_n δ_i)ᵀ H_n (J_n δ_j)`` ``(k, k)``, exactly, by one forward-mode pass per vector and batch.
 
-    ``batches``: arguments of the model. plane: ``(k, *p.shape)`` per parameter. Buffers stay as they are.
+    plane: ``(k, *p.shape)`` per parameter. Buffers and random numbers stay as they are, and dropout is the same in all passes.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     values = {names[id(p)]: p.detach() for p in params}
-    others = {name: b.clone() for name, b in model.named_buffers()}
     C, N = torch.zeros(len(plane[0]), len(plane[0]), dtype=torch.float64, device=params[0].device), 0
-    for args, kwargs in batches:
+    for call in batches:
 
-        def outputs(weights: dict[str, Tensor], args: Any = args, kwargs: Any = kwargs) -> Tensor:
-            return functional_call(model, {**others, **weights}, args, dict(kwargs))
+        def outputs(weights: dict[str, Tensor], call: ModelCall = call) -> Tensor:
+            buffers = {name: b.clone() for name, b in model.named_buffers()}
+            out = functional_call(model, {**buffers, **weights}, call.args, dict(call.kwargs))
+            call.check(out)
+            return out
 
         tangents = []
         for k in range(len(plane[0])):
             direction = {names[id(p)]: u[k].to(p.dtype) for p, u in zip(params, plane, strict=True)}
-            with torch.autocast(C.device.type, enabled=False):
+            with torch.autocast(C.device.type, enabled=False), random_numbers_kept(C.device):
                 out, tangent = jvp(outputs, (values,), (direction,))[:2]
             tangents.append(tangent.detach())
         images = [likelihood.hessian_product(out.detach(), t) for t in tangents]

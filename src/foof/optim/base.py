@@ -187,6 +187,9 @@ def check_one_damping(block: Block, groups: Sequence[Mapping[str, Any]]) -> None
 def _covered_groups(covered: list[nn.Parameter], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The user's groups, reduced to covered parameters, then one with all others."""
     left = {id(p): p for p in covered}
+    given = [id(p) for group in groups for p in group["params"]]
+    if len(given) > len(set(given)):
+        raise ValueError("groups: a parameter stands in more than one group, or twice in one.")
     made = []
     for group in groups:
         mine = [left.pop(id(p)) for p in group["params"] if id(p) in left]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +45,9 @@ class Damping:
             return layer.prior_precision / PAPER_BATCH
         if not self.relative:
             return float(self.value)
-        eigenvalues = Sigma if layer.diagonal else Sigma.diagonal(dim1=-2, dim2=-1)
-        tiny = torch.finfo(Sigma.dtype).tiny
-        return self.value * eigenvalues.mean(-1).clamp_min(tiny)
+        mean = (Sigma if layer.diagonal else Sigma.diagonal(dim1=-2, dim2=-1)).mean(-1)
+        floor = torch.finfo(Sigma.dtype).eps * mean.max()  # a group that has seen zeros only has no gradient: any finite 1/λ will do
+        return self.value * torch.where(floor > 0, mean.clamp_min(floor), 1.0)
 
 
 class Bypass:
@@ -195,13 +196,46 @@ def precondition_gradient(block: Block) -> None:
 
 def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> None:
     """Add a layer's inputs of one call to what the step has seen of ``Σ = 1/N Σ_i Σ_r a_ir a_irᵀ``."""
+    callers = (x if x._base is None else x._base).grad_fn is None  # made by no operation: a buffer that may be filled again before step()
     x = x.detach()
     if isinstance(layer, Embedding):
         gathered.add_moment(layer.counts(x), len(x) if x.dim() else 1, pass_id)
         return
     a = layer.input_rows(x)
+    if callers and a.data_ptr() == x.data_ptr():
+        a = a.clone()
     with torch.autocast(x.device.type, enabled=False):
         gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
+
+
+def differing_datapoints(blocks: list[Block]) -> str | None:
+    """A warning where layers count different datapoints on one pass: the first dimension of an input, of which Σ is the mean.
+
+    One that is 1 stands for all datapoints, in Σ but not in Σ_E.
+    """
+    counts: dict[int | None, dict[int, str]] = {}
+    for block in blocks:
+        pass_id, n = block.gathered["Sigma"].latest
+        if n > 1 or "Sigma_E" in block.moments:
+            counts.setdefault(pass_id, {}).setdefault(n, block.name)
+    for there in counts.values():
+        if len(there) > 1:
+            said = ", ".join(f"{n} in {name}" for n, name in sorted(there.items(), reverse=True)[:3])
+            return (
+                f"layers see different numbers of datapoints, the first dimension of their inputs: {said}. Σ is a mean over datapoints, "
+                "so lr and damping mean something else for each: give all of them inputs (N, ..., features), or leave some out with "
+                "exclude=[...]."
+            )
+    return None
+
+
+def check_architecture(saved: Mapping[str, list[int]], blocks: list[Block]) -> None:
+    """Raise if a checkpoint's matrices, by name, are not these blocks'."""
+    ours = {block.layer.name: [block.layer.groups, block.layer.n, block.layer.m] for block in blocks}
+    if saved != ours:
+        differing = sorted({name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name)})
+        lines = "; ".join(f"{name or 'model'}: saved {saved.get(name)}, model {ours.get(name)}" for name in differing[:5])
+        raise ValueError(f"this checkpoint is of another architecture ({lines} as [groups, outputs, inputs]).")
 
 
 def moved(state: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -220,5 +254,8 @@ def inputs_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
-def accelerator(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # fork_rng always keeps the CPU's state
+def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
+    """After the context torch's generators, the CPU's and the device's, are where they were."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)

@@ -16,7 +16,7 @@ from foof import distributed
 from foof.curvature import EigenFactor, InputFactor, KroneckerFactor, RescaledInputFactor, ScaledInputFactor, split_damping
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
-from foof.optim.adaptive import Adaptive, Arguments, Calls, QuadraticModelSteps, fisher_in
+from foof.optim.adaptive import Adaptive, Calls, ModelCall, QuadraticModelSteps, fisher_in
 from foof.optim.preconditioner import Block, Damping, Preconditioner, gather_inputs, inputs_of
 from foof.statistics import Gathered, exact
 from foof.tap import backward_pass_id, call_model
@@ -94,8 +94,8 @@ class KroneckerPreconditioner(Preconditioner):
         self._estimated = False  # since the last step
         self.params = list({id(p): p for block in self.blocks for p in block.layer.parameters}.values())
         self.raw: list[Tensor] = []  # the gradients before preconditioning, where something is to be adapted to them
-        self.batches: list[Arguments] = []  # the model's arguments on this step, likewise
-        self._staged_batches: list[Arguments] = []
+        self.batches: list[ModelCall] = []  # the model's arguments on this step, likewise
+        self._staged_batches: list[ModelCall] = []
         self._calls: Calls | None = None
 
     # --- the Fisher's backward passes -------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class KroneckerPreconditioner(Preconditioner):
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Estimate the Fisher at these outputs, if it is due, sharing the forward pass with the loss."""
         if self._calls is not None and (arguments := self._calls.behind(out)) is not None:
-            self._staged_batches.append(arguments)
+            self._staged_batches.append(ModelCall(*arguments, out.shape))
         if self.schedule.gathers() or self._new_blocks():
             self.gather(out, y)
             if self._staged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ class NaturalPreconditioner(Preconditioner):
         self.keeps_raw = False
         self.raw: list[Tensor] = []  # the gradient before the solve, if kept
         self._recorder: Recorder | None = None
+        self._solved: list[tuple[Tensor, weakref.ref[Tensor], int]] = []  # parameters, their gradients as the last step left them
         self._fresh = False  # has F been renewed since the last step?
 
     # --- the Fisher ---------------------------------------------------------------------------------------------------------
@@ -115,12 +117,16 @@ class NaturalPreconditioner(Preconditioner):
             raise RuntimeError("there is no Fisher yet: call opt.update_curvature(inputs=...), or (out), before step().")
         if self.due:
             self._warn("a new Fisher is due, but update_curvature was not called before step(): the old one is used again.", once=True)
+        if self._solved and all(p.grad is not None and at() is p.grad and p.grad._version == version for p, at, version in self._solved):
+            return  # a second step on the same gradients, which have been solved with
         g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         self.raw = [each.clone() for each in g] if self.keeps_raw else []
         solved = self.operator.solve([each.to(self.operator.dtype).unsqueeze(0) for each in g], self.precision())
+        self._solved = []
         for p, natural in zip(self.params, solved, strict=True):
             if p.grad is not None:
                 p.grad.copy_(natural[0])
+                self._solved.append((p, weakref.ref(p.grad), p.grad._version))
 
     def _check_reached(self) -> None:
         if all(p.grad is None for p in self.params):

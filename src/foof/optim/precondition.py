@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from foof.optim.base import NeuronOptimizer
 from foof.optim.kfac import KroneckerPreconditioner, absolute, factor_named, fisher_estimate
 from foof.optim.preconditioner import Damping, Preconditioner
 
@@ -30,7 +31,8 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
     """
     if method not in METHODS:
         raise ValueError(f'method must be "foof" or "kfac", got {method!r}.')
-    if hasattr(optimizer, "preconditioner"):
+    before = getattr(optimizer, "preconditioner", None)
+    if isinstance(optimizer, NeuronOptimizer) or (before is not None and before.taps):
         raise ValueError("this optimizer is on neurons already; call optimizer.preconditioner.remove() and make a new one.")
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     attached = METHODS[method](model, Damping(damping, relative), ema, T, S, exclude, process_group, owned, **kfac)

@@ -21,21 +21,24 @@ from foof.optim.block import (
     Block,
     Bypass,
     Damping,
-    accelerator,
     bypassed,
+    check_architecture,
     check_free,
     check_frozen,
+    differing_datapoints,
     gather_inputs,
     has_gradient,
     inputs_of,
     inversion_cost,
     moved,
     precondition_gradient,
+    random_numbers_kept,
     thrown_away,
     unwrapped,
     value_or_zeros,
     without_statistics,
 )
+from foof.recording import buffers_kept
 from foof.statistics import Gathered, MovingAverage, Schedule, exact, wide
 from foof.tap import Tap, backward_pass_id, call_model, inputs_seen
 
@@ -108,6 +111,7 @@ class Preconditioner:
         """The neuron gradient of one call of one layer; see ``foof.tap.Receiver``."""
         self.enter_pass(backward_pass_id())
         block = self._block_of[id(layer)]
+        self._follow(block)
         block.reached, block.rows = True, layer.rows(e)
         self.observe(block, layer, x, e)
         if block.factor is None and block.shares_weight:
@@ -120,6 +124,12 @@ class Preconditioner:
             block.bypass = block.bypass or Bypass(layer.weight)
             block.bypass.add(layer, gradient, backward_pass_id())
         return gradient
+
+    def _follow(self, block: Block) -> None:
+        """Statistics and factor go where their weight has gone: ``model.double()``, ``model.to("cuda")``."""
+        here = block.layer.weight.device, wide(block.layer.weight.dtype)
+        if sum(moment.moved(*here) for moment in block.moments.values()) and block.factor is not None:
+            block.factor = self.factor_from_state_dict(moved(block.factor.state_dict(), *here))
 
     def enter_pass(self, pass_id: int) -> None:
         """When a training pass begins: if the gradients of earlier ones are gone (``model.zero_grad()``), so is what they gathered."""
@@ -265,6 +275,8 @@ class Preconditioner:
         due = [(block, key) for block in blocks for key, seen in block.gathered.items() if seen]
         if not due:
             return
+        if message := differing_datapoints([block for block, key in due if key == "Sigma"]):
+            self._warn(message, once="datapoints")
         finite = torch.stack([block.gathered[key].sound().to(self.device) for block, key in due]).tolist()
         for (block, key), good in zip(due, finite, strict=True):
             if good:
@@ -295,18 +307,21 @@ class Preconditioner:
                 raise ValueError(self.explain_unseen(block))
         elif bool(distributed.local(block.layer.weight.grad).any()):  # type: ignore[arg-type]
             raise RuntimeError(
-                f"{block.name}: its gradient did not come through its forward() (the weight is used functionally?). "
-                f"Pass exclude=[{block.layer.name!r}] to leave it to the rest."
+                f"{block.name}: its gradient did not come through its forward(). If the weight is used functionally, pass "
+                f"exclude=[{block.layer.name!r}] to leave it to the rest; if the model was compiled and run before the optimizer was "
+                "made, call torch._dynamo.reset()."
             )
 
     def explain_unseen(self, block: Block) -> str:
         """Why a block that has a gradient has no statistics."""
         return f"{block.name}: the first batch is empty, or not finite; statistics need at least one datapoint."
 
-    def _warn(self, message: str, once: bool = False) -> None:
-        if not (once and message in self._warned):
+    def _warn(self, message: str, once: bool | str = False) -> None:
+        """``once``: not if this has been said, or anything else of the kind it names."""
+        kind = once if isinstance(once, str) else message
+        if not (once and kind in self._warned):
             warnings.warn(message, stacklevel=3)
-        self._warned.add(message)
+        self._warned.add(kind)
 
     # --- initialisation before training -----------------------------------------------------------------------------------
 
@@ -316,20 +331,14 @@ class Preconditioner:
         A batch is the model's input (a tensor, a tuple of arguments' first entry, or a mapping of keyword arguments), or a pair
         (inputs, labels).
         """
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        seen_any = False
-        device = self.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator(device)):
+        number = -1
+        with buffers_kept(self.model), random_numbers_kept(self.device):
             for number, batch in enumerate(batches):
-                seen_any = True
                 self.observe_batch(batch, -1 - number)
                 self._fold(self.blocks)
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(buffers[name])
         self.synchronise()
         missing = [block.name for block in self.blocks if any(moment.value is None for moment in block.moments.values())]
-        if not seen_any and len(missing) == len(self.blocks):
+        if number < 0 and len(missing) == len(self.blocks):
             raise ValueError("initialise needs at least one batch of inputs, got none.")
         if missing:
             self._warn(f"initialise saw nothing of {', '.join(missing)}: these start from the first training batch.")
@@ -374,12 +383,7 @@ class Preconditioner:
         """Raise if this state is of another method or architecture, before anything is changed."""
         if state.get("method") != self.method:
             raise ValueError(f"this checkpoint is of method {state.get('method')!r}; this optimizer is {self.method!r}.")
-        saved = {name: list(block["shape"]) for name, block in state["blocks"].items()}
-        ours = {block.layer.name: [block.layer.groups, block.layer.n, block.layer.m] for block in self.blocks}
-        if saved != ours:
-            differing = sorted({name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name)})
-            lines = "; ".join(f"{name or 'model'}: saved {saved.get(name)}, model {ours.get(name)}" for name in differing[:5])
-            raise ValueError(f"this checkpoint is of another architecture ({lines} as [groups, outputs, inputs]).")
+        check_architecture({name: list(block["shape"]) for name, block in state["blocks"].items()}, self.blocks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check_state_dict(state)
