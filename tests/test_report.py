@@ -322,15 +322,19 @@ def test_the_svg_is_well_formed():
     assert len(root.findall("{*}polyline")) == 1
     linear = ElementTree.fromstring(curves_svg([c], "b", log=False, published=[c]))
     assert len(linear.findall("{*}polyline")) == 2
-    bars = ElementTree.fromstring(bars_svg({"SGD": Spread(1, 0, 1), "FOOF": Spread(2, 0.1, 3)}, "a", "b"))
-    assert len(bars.findall("{*}rect")) == 2
+    ours = {"SGD": Spread(1, 0, 1), "FOOF": Spread(2, 0.1, 3)}
+    for published, lines in ((None, 2), ({"FOOF": 5.0}, 3)):
+        bars = ElementTree.fromstring(bars_svg(ours, "a", "b", published))
+        assert (len(bars.findall("{*}rect")), len(bars.findall("{*}line[@class='mark']"))) == (2, lines)
 
 
 def test_every_figure_is_exported(outcomes, tmp_path):
     written = report.write_svgs(tmp_path, outcomes)
-    assert len(written) == sum(bool(o.drawings) for o in outcomes) - 1  # all but the toy example
-    for path in written:
-        ElementTree.parse(path)
+    alone = [path for path in written if not re.fullmatch(r"fig\d", path.stem)]
+    assert len(alone) == sum(bool(o.drawings) for o in outcomes)
+    assert {path.stem: len(ElementTree.parse(path).findall("{*}svg")) for path in written if path not in alone} == {
+        "fig1": 4, "fig2": 2, "fig3": 4, "fig4": 3,
+    }  # fmt: skip
 
 
 def test_the_toy_figure_shows_both_datapoints():

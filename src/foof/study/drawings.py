@@ -64,7 +64,7 @@ class Bars:
         return figures.bars_figure(self.ours, self.published, self.heading, self.y, self.log)
 
     def svg(self) -> str:
-        return bars_svg(self.ours, self.heading, self.y)
+        return bars_svg(self.ours, self.heading, self.y, self.published)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ class Toy_:
         return figures.toy_figure(self.example)
 
     def svg(self) -> str:
-        return ""
+        x, names = self.example.step_sizes.tolist(), ("first", "second")
+        both = [(f"{method}, {name} datapoint", losses[:, i].tolist()) for method, losses in self.example.losses.items()
+                for i, name in enumerate(names)]  # fmt: skip
+        return curves_svg([Curve(label, x, y, y, y, 1) for label, y in both], self.heading, "loss", log=False, x="step size")
 
 
 def _behind(panel: published.Panel | None) -> list[Curve]:

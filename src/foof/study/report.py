@@ -20,6 +20,7 @@ from foof.study.presets import PRESETS, Preset
 from foof.study.rules import Term
 from foof.study.setting import Record, Setting
 from foof.study.store import Store
+from foof.study.svg import side_by_side
 from foof.study.tune import Tuned
 from foof.study.verdict import Ruling, Verdict, of, spread
 
@@ -177,16 +178,20 @@ def write(path: Path, outcomes: Sequence[Outcome], preset: Preset, beside: Seque
 
 
 def write_svgs(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
-    """Every drawing that has one as an SVG file, for papers and pages without scripts."""
+    """Every drawing that has one as an SVG file, and those of Figs. 1-4 together, for papers and pages without scripts."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    texts: dict[str, str] = {}
+    figures: dict[str, dict[str, str]] = {}
     for o in outcomes:
         drawn = [text for d in o.drawings if (text := d.svg())]
-        for i, text in enumerate(drawn):
-            name = o.experiment.id + (f"-{i + 1}" if len(drawn) > 1 else "")
-            written.append(folder / f"{name}.svg")
-            written[-1].write_text(text, encoding="utf-8")
-    return written
+        texts |= {o.experiment.id + (f"-{i + 1}" if len(drawn) > 1 else ""): text for i, text in enumerate(drawn)}
+        panel, _, dataset = o.experiment.id.partition("-")
+        if panel.startswith("fig") and drawn:
+            figures.setdefault(panel[:4] + (f"-{dataset}" if dataset else ""), {})[panel[4:].upper()] = drawn[0]
+    texts |= {name: side_by_side(panels) for name, panels in figures.items()}
+    for name, text in texts.items():
+        (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+    return [folder / f"{name}.svg" for name in texts]
 
 
 def recalled(experiments: Sequence[Experiment], preset: Preset, dump: Path) -> list[Outcome]:

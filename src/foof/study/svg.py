@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -14,8 +14,9 @@ WIDTH, HEIGHT = 860, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 250, 44, 48
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f; } .title { font-size: 15px; font-weight: 600; }
-.grid { stroke: #d0d7de; stroke-width: 1; } .muted { fill: #57606a; }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3; } .grid { stroke: #30363d; } .muted { fill: #9da7b1; } }
+.grid { stroke: #d0d7de; stroke-width: 1; } .mark { stroke: #24292f; stroke-width: 1.5; } .muted { fill: #57606a; }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3; } .grid { stroke: #30363d; } .mark { stroke: #e6edf3; } .muted { fill: #9da7b1; } }
 """
 
 
@@ -48,7 +49,9 @@ class Scale:
         return [i * step for i in range(first, int(self.high // step) + 1)]
 
 
-def curves_svg(curves: Sequence[Curve], heading: str, y: str = "training loss", log: bool = True, published: Sequence[Curve] = ()) -> str:
+def curves_svg(
+    curves: Sequence[Curve], heading: str, y: str = "training loss", log: bool = True, published: Sequence[Curve] = (), x: str = "step"
+) -> str:
     """Means as lines and mean ± deviation as bands, published curves dotted; labels at the ends of the lines."""
     curves, published = [c for c in curves if c.steps], [c for c in published if c.steps]
     everything = [*curves, *published]
@@ -61,7 +64,7 @@ def curves_svg(curves: Sequence[Curve], heading: str, y: str = "training loss", 
     def points(xs: Sequence[float], ys: Sequence[float]) -> str:
         return " ".join(f"{px(a):.1f},{scale.at(b):.1f}" for a, b in zip(xs, ys, strict=True))
 
-    parts = [*_frame(heading, y, scale), *_steps(last, px)]
+    parts = [*_frame(heading, y, scale), *_steps(last, px, x)]
     for c in published:
         line = points(c.steps, c.mean)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour(c.label)}" stroke-width="1.5" stroke-dasharray="2 4"/>')
@@ -73,16 +76,23 @@ def curves_svg(curves: Sequence[Curve], heading: str, y: str = "training loss", 
     return "\n".join([*parts, "</svg>", ""])
 
 
-def bars_svg(ours: Mapping[str, Spread], heading: str, y: str) -> str:
-    """One bar for each method, from zero, its value above it."""
-    scale = Scale(0.0, max((s.mean for s in ours.values()), default=1.0), log=False)
+def bars_svg(ours: Mapping[str, Spread], heading: str, y: str, published: Mapping[str, float] | None = None) -> str:
+    """One bar for each method, from zero, its value above it, its deviation as a line; the published value dotted across it."""
+    theirs = published or {}
+    scale = Scale(0.0, max((s.mean + s.deviation for s in ours.values()), default=1.0), log=False)
+    scale = Scale(0.0, max(scale.high, *theirs.values()), log=False) if theirs else scale
     wide = (WIDTH - LEFT - 20) / max(1, len(ours))
     parts = _frame(heading, y, scale, WIDTH - 20)
     for i, (label, s) in enumerate(ours.items()):
         x, top = LEFT + i * wide, scale.at(s.mean)
         parts.append(f'<rect x="{x + 0.15 * wide:.1f}" width="{0.7 * wide:.1f}" y="{top:.1f}" height="{HEIGHT - BOTTOM - top:.1f}" '
                      f'fill="{family_colour(label)}"/>')  # fmt: skip
-        parts.append(f'<text x="{x + wide / 2:.1f}" y="{top - 5:.1f}" text-anchor="middle">{s.mean:.3g}</text>')
+        middle, low, high = x + wide / 2, scale.at(s.mean - s.deviation), scale.at(s.mean + s.deviation)
+        parts.append(f'<line class="mark" x1="{middle:.1f}" x2="{middle:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>')
+        if label in theirs:
+            at = f'y1="{scale.at(theirs[label]):.1f}" y2="{scale.at(theirs[label]):.1f}"'
+            parts.append(f'<line class="mark" stroke-dasharray="2 4" x1="{x + 0.08 * wide:.1f}" x2="{x + 0.92 * wide:.1f}" {at}/>')
+        parts.append(f'<text x="{middle:.1f}" y="{high - 5:.1f}" text-anchor="middle">{s.mean:.3g}</text>')
         parts.append(f'<text x="{x + wide / 2:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
@@ -100,12 +110,12 @@ def _frame(heading: str, y: str, scale: Scale, right: float = WIDTH - RIGHT) -> 
     return [*out, f'<text class="muted" {turned} text-anchor="middle">{escape(y)}</text>']
 
 
-def _steps(last: float, px) -> list[str]:  # type: ignore[no-untyped-def]
-    """Round steps along the bottom."""
-    apart = next(d * 10**k for k in range(9) for d in (1, 2, 5) if last / (d * 10**k) <= 6)
-    at = HEIGHT - BOTTOM + 20
-    out = [f'<text class="muted" x="{px(t):.1f}" y="{at}" text-anchor="middle">{t:g}</text>' for t in range(0, int(last) + 1, apart)]
-    return [*out, f'<text class="muted" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>']
+def _steps(last: float, px: Callable[[float], float], name: str) -> list[str]:
+    """Round numbers along the bottom."""
+    apart = next(d * 10.0**k for k in range(-2, 9) for d in (1, 2, 5) if last / (d * 10.0**k) <= 6)
+    marks, at = [i * apart for i in range(int(last / apart + 1e-9) + 1)], HEIGHT - BOTTOM + 20
+    out = [f'<text class="muted" x="{px(t):.1f}" y="{at}" text-anchor="middle">{t:g}</text>' for t in marks]
+    return [*out, f'<text class="muted" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{name}</text>']
 
 
 def _labels(curves: Sequence[Curve], x: float, scale: Scale) -> list[str]:
@@ -116,3 +126,13 @@ def _labels(curves: Sequence[Curve], x: float, scale: Scale) -> list[str]:
         out.append(f'<text x="{x:.1f}" y="{at:.1f}" style="fill:{colour(c.label)};font-weight:600">{escape(c.label)}</text>')
         previous = at
     return out
+
+
+def side_by_side(panels: Mapping[str, str], columns: int = 2) -> str:
+    """The panels A, B, ... of one figure in one file."""
+    places = [(WIDTH * (i % columns), HEIGHT * (i // columns)) for i in range(len(panels))]
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * min(columns, len(panels))} {places[-1][1] + HEIGHT}">']
+    for (x, y), (letter, panel) in zip(places, panels.items(), strict=True):
+        placed = panel.replace("<svg ", f'<svg x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+        parts += [placed, f'<text class="title" x="{x + 16}" y="{y + 24}">{letter}</text>']
+    return "\n".join([*parts, "</svg>", ""])
