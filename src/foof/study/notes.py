@@ -6,7 +6,7 @@ LR_FOR_EACH = "A learning rate is searched for each λ."
 LR_IS_LAMBDA = "The paper's learning rates, lr = λ, hardly train KFAC where λ is small: it probably had another scale."
 FULL_SCALE = (
     "The paper scales its full Fisher in a way of its own, which it does not give; taken as a sum over the 1,000 images its lr and λ "
-    "fit, and its losses come out. The grid of learning rates stops after 20 steps."
+    "fit, and its losses come out."
 )
 
 DEPARTURES: dict[str, str] = {  # at every size
@@ -36,10 +36,10 @@ PAPER_SIZE: dict[str, str] = {  # where it is as large
     "fig1a": "Of λ one smaller and one larger value are tried, each with one learning rate.",
     "fig1c": "These Fishers are renewed every 10 steps, the largest every 50, not every step. The largest is run, and compared, for the "
     "first 1,200 of the paper's 6,000 steps only, its grid for 300.",
-    "fig1d": FULL_SCALE,
-    "fig2a": FULL_SCALE,
+    "fig1d": f"{FULL_SCALE} The grid of learning rates for it stops after 20 steps.",
+    "fig2a": f"{FULL_SCALE} The grid of learning rates for it stops after 20 steps.",
     "fig2c": "Natural gradients with the full Fisher, of which each step factorises four matrices of order 9,000, are run, and compared, "
-    f"for 50 steps. {FULL_SCALE}",
+    f"for 50 steps, their grid for 10. {FULL_SCALE}",
     "fig3a": "The paper gives no setting for standard damping without the transposition: smaller λ are tried for it.",
     "fig4c": "The first 1,800 of the paper's 6,000 steps, measured every 20, at the lr and λ of Fig. 1A's KFAC.",
 }

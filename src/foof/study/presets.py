@@ -25,6 +25,7 @@ class Preset:
     datasets: tuple[str, ...] = ("fashion-mnist",)
     centred: bool = False  # the paper's settings first, then a grid around them
     grid_steps: int | None = None  # that grid's runs stop here
+    extend: int = 1  # how often it may grow
 
 
 PRESETS: dict[str, Preset] = {
@@ -63,8 +64,8 @@ def search(
         short = grid_steps or preset.grid_steps
         if dampings and isinstance(damping, float):
             also = ((lr_at(lr_index(lr) - 2), damping_at(damping, -2)), (lr_at(lr_index(lr) + 4), damping_at(damping, 2)))
-        return Search(setting, lrs, (damping,), extend=0, seeds=preset.seeds, centre=(lr, damping), known=known, urgency=urgency,
-                      also=also, grid_steps=short if short and short < setting.steps else None)  # fmt: skip
+        return Search(setting, lrs, (damping,), extend=preset.extend, seeds=preset.seeds, centre=(lr, damping), known=known,
+                      urgency=urgency, also=also, grid_steps=short if short and short < setting.steps else None)  # fmt: skip
     return Search(setting, lrs, (damping,), seeds=preset.seeds)
 
 

@@ -130,7 +130,7 @@ def fig2c(p: Preset, d: str) -> Runs:
     full = layers.but(options=(("blocks", "layer"), ("fisher", "full")), steps=p.full_steps // 2 if p.centred else p.full_steps)
     return {
         KFAC: fig1d(p, d)[KFAC],
-        BY_LAYER_FULL: search(p, full, (0.03, 0.1), grid_steps=FULL_GRID),
+        BY_LAYER_FULL: search(p, full, (0.03, 0.1), grid_steps=FULL_GRID // 2),
         BY_LAYER_MC: search(p, layers, (0.1, 1.0), (0.1, 1.0)),
     }
 
@@ -152,7 +152,7 @@ def fig3a(p: Preset, d: str) -> Runs:
     }
     if p.centred:
         smaller = {STANDARD: ((3e-5, 1e-4), (1e-4, 1e-4), (3e-4, 1e-4), (1e-5, 1e-5), (3e-5, 1e-5)), RELEASED: ((1e-4, 1e-4),)}
-        searches = {k: replace(s, lrs=(3e-4, 1e-3), dampings=(1e-3, 1e-2), also=smaller[k], damping_every=1) for k, s in searches.items()}
+        searches = {k: replace(s, lrs=(3e-4, 1e-3), dampings=(1e-3, 1e-2), also=smaller[k], extend=0) for k, s in searches.items()}
     return {KFAC: _kfac(p, d), HEURISTIC: fig3c(p, d)[HEURISTIC], **searches, SGD: _sgd(p, d)}
 
 
