@@ -190,9 +190,10 @@ def _contest(search: Search, centre: Setting, ranking: Sequence[Setting], get: G
             return _Contest(centre, (challenger,))
         if before is None or first.score < before.score:
             runs = _seeds(search, challenger, get, True)
-            if runs.missing:
+            mean = statistics.fmean(record.score for record in runs.tuned.records) if runs.tuned else math.inf
+            if runs.missing and math.isfinite(mean):  # one that has diverged settles it
                 return _Contest(centre, runs.missing)
-            if before is None or runs.tuned is None or statistics.fmean(r.score for r in runs.tuned.records) < before.score:
+            if before is None or mean < before.score:
                 return _Contest(challenger)
     return _Contest(centre)
 
