@@ -163,8 +163,11 @@ class GramOperator:
         return products.div_(math.sqrt(self.N * other.N))
 
     @torch.no_grad()
-    def factor(self, part: Part, precision: Precision, c: float) -> Tensor:
-        """Cholesky factor of ``U = I/c + Gᵀ Λ⁻¹ G``, or of ``λU = λ/c I + GᵀG`` where Λ = λI, kept until Λ or c changes."""
+    def factor(self, part: Part, precision: Precision, c: float, weighted: Tensor | None = None) -> Tensor:
+        """Cholesky factor of ``U = I/c + Gᵀ Λ⁻¹ G``, or of ``λU = λ/c I + GᵀG`` where Λ = λI, kept until Λ or c changes.
+
+        weighted: ``Gᵀ Λ⁻¹ G``, if it is at hand.
+        """
         if part.factor is None or part.factor_of is None or part.factor_of[1] != c or not part.factor_of[0].same(precision):
             part.factor = None  # free the old one first
             name = "the Gram matrix GᵀG"
@@ -172,7 +175,8 @@ class GramOperator:
                 part.factor = linalg.damped_cholesky(self.gram(part), precision.scalar / c, name)
             else:
                 self.check_memory()
-                part.factor = linalg.damped_cholesky(self._weighted_gram(part, precision), 1 / c, name)
+                K = self._weighted_gram(part, precision) if weighted is None else weighted
+                part.factor = linalg.damped_cholesky(K, 1 / c, name)
             part.factor_of = (precision, c)
         return part.factor
 
@@ -243,7 +247,7 @@ class GramOperator:
             strength = c / (precision.scalar or 1.0)
             rounding = torch.finfo(K.dtype).eps * float(K.diagonal().max())
             if self.D * rounding * strength < 0.1:
-                L = self.factor(part, precision, c)
+                L = self.factor(part, precision, c, K)
                 total = total + 2 * L.diagonal().double().log().sum().cpu() + self.D * math.log(strength)
             else:
                 rank = min(self.D, sum(block.size for block in part.blocks))
