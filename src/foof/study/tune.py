@@ -16,6 +16,7 @@ from foof.study.setting import Record, Setting
 Get = Callable[[Setting], Record | None]  # the record of a setting, if there is one
 RunAll = Callable[[Sequence[Setting]], list[Record]]  # settings to their records in order, e.g. a sweep with its store
 CHALLENGERS = 2  # of a centre
+CLEARLY = 1.1  # a challenger's loss in the grid is lower by this factor: about as much as seeds differ by
 
 
 def lr_at(i: int) -> float:
@@ -163,7 +164,8 @@ def look(search: Search, get: Get) -> Look:
             break
         current, rounds = wider, rounds + 1
     if centre:
-        contest = _contest(search, centre, sorted(trials, key=loss), get)
+        clear = [s for s in sorted(trials, key=loss) if centre not in trials or CLEARLY * loss(s) < loss(centre)]
+        contest = _contest(search, centre, clear[:CHALLENGERS], get)
         if contest.missing:
             return Look(contest.missing, known)
         best = contest.winner
@@ -179,12 +181,12 @@ class _Contest:
     missing: tuple[Setting, ...] = ()  # what must be run before it is decided
 
 
-def _contest(search: Search, centre: Setting, ranking: Sequence[Setting], get: Get) -> _Contest:
+def _contest(search: Search, centre: Setting, challengers: Sequence[Setting], get: Get) -> _Contest:
     """Does a better trial replace the centre? One run at full length must end below that of the centre, then the mean over all seeds.
 
-    Of those that did better than the centre in the grid the best is asked first, then the second, no more.
+    Challengers come in the order of the grid's losses, those alone that did clearly better than the centre.
     """
-    for challenger in ranking[: min(ranking.index(centre), CHALLENGERS)] if centre in ranking else ranking[:CHALLENGERS]:
+    for challenger in challengers:
         first, before = get(challenger), get(centre)
         if first is None:
             return _Contest(centre, (challenger,))
