@@ -49,8 +49,8 @@ FOUND: dict[str, str] = {  # on Fashion-MNIST at the paper's size
     "fig4b": "FOOF with a hundredth of the paper's λ is ahead in the grid, at step 1,200, and ends where it ends with the paper's.",
     "fig1d": "KFAC diverges at the paper's setting, in float64 too, once nearly all images are fitted: labels drawn from the model are "
     "then those of the data, its Fisher vanishes, and steps grow to lr/λ gradients. Its lr and λ are our own; a setting counts only if "
-    "no seed explodes. At thrice the learning rate natural gradients with the full Fisher end at 0.00037 on one seed, and explode on another "
-    "within ten steps.",
+    "no seed explodes. At thrice the learning rate natural gradients with the full Fisher end at 0.00037 on one seed, and explode on "
+    "another within ten steps.",
     "fig3a": "The published curve of heuristic damping is that of Fig. 3C at λ = 0.0001, which explodes if it goes on to 6,000 steps; "
     "beside it stands the KFAC of Fig. 1A.",
     "fig3b": "The paper does not say which λ its FOOF had beside standard damping; neither form of it has the published similarity.",

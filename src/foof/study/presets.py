@@ -40,7 +40,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "paper": Preset(
         "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs; its own settings first, then shorter runs "
-        "around them, the best of which goes on; three seeds of what is better",
+        "around them; what is clearly better there (by a tenth) goes on; three seeds of what wins",
         Setting(source="full", steps=6000), seeds=3, fine=True, images=1000, full_steps=100, early=1800,
         datasets=("fashion-mnist", "mnist"), centred=True, grid_steps=1200,
     ),
