@@ -266,7 +266,7 @@ def decide(rule: Rule, found: Found, until: int | None) -> Measured:
     measured = rule.judge(found, until)
     unsearched = [label for label in rule.needs if not found[label].searched]
     if unsearched:
-        return Measured(f"{measured.text} (settings were not searched)", Ruling.UNDECIDED)
+        return Measured(f"{measured.text} (the search for settings is not finished)", Ruling.UNDECIDED)
     edges = [label for label in rule.needs if found[label].on_edge]
     note = f" (at the edge of its grid: {', '.join(edges)})" if edges else ""
     return Measured(measured.text + note, measured.ruling)

@@ -155,7 +155,10 @@ def look(search: Search, get: Get) -> Look:
     current, rounds = search, 0
     while True:
         trials, missing = _trials(current, get)
+        clear = [s for s in sorted(trials, key=loss) if centre not in trials or CLEARLY * loss(s) < loss(centre)]
         known = found.tuned and replace(found.tuned, tried=tuple(trials.values()), grid_steps=search.grid_steps) if centre else None
+        if known and clear:  # something does better so far: nothing is concluded from the centre
+            known = replace(known, searched=False)
         if missing:
             return Look(missing, known)
         best = min(trials, key=loss)
@@ -164,7 +167,6 @@ def look(search: Search, get: Get) -> Look:
             break
         current, rounds = wider, rounds + 1
     if centre:
-        clear = [s for s in sorted(trials, key=loss) if centre not in trials or CLEARLY * loss(s) < loss(centre)]
         contest = _contest(search, centre, clear[:CHALLENGERS], get)
         if contest.missing:
             return Look(contest.missing, known)
