@@ -323,8 +323,8 @@ def test_the_svg_is_well_formed():
     linear = ElementTree.fromstring(curves_svg([c], "b", log=False, published=[c]))
     assert len(linear.findall("{*}polyline")) == 2
     ours = {"SGD": Spread(1, 0, 1), "FOOF": Spread(2, 0.1, 3)}
-    for published, lines in ((None, 2), ({"FOOF": 5.0}, 3)):
-        bars = ElementTree.fromstring(bars_svg(ours, "a", "b", published))
+    for theirs, lines in ((None, 2), ({"FOOF": 5.0}, 3)):
+        bars = ElementTree.fromstring(bars_svg(ours, "a", "b", theirs))
         assert (len(bars.findall("{*}rect")), len(bars.findall("{*}line[@class='mark']"))) == (2, lines)
 
 
