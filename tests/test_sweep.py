@@ -19,7 +19,7 @@ from foof.study.run import run
 from foof.study.setting import Record, Setting
 from foof.study.store import Store
 from foof.study.sweep import WorkerDied, sweep
-from foof.study.tune import Search, damping_grid, lr_at, lr_grid, lr_index, tune
+from foof.study.tune import Search, damping_grid, look, lr_at, lr_grid, lr_index, tune
 
 TINY = Setting(train_size=200, hidden=(8,), batch_size=50, steps=8, log_every=2)
 SETTINGS = [TINY.but(seed=seed) for seed in range(3)] + [TINY.but(lr=1e30)]
@@ -234,6 +234,21 @@ def test_what_wins_a_short_grid_must_win_at_full_length_too():
     assert tune(Search(long.but(steps=90), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50), bursting).best.lr == 0.3
     better = tune(Search(long.but(steps=90), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50), run_all)
     assert (better.best.lr, better.on_edge, len(better.records)) == (1.0, True, 3)
+
+
+@pytest.mark.parametrize(("gain", "concluded", "asked"), [(1.05, True, 0.3), (1.5, False, 1.0)])
+def test_nothing_is_concluded_while_a_clearly_better_challenger_waits(gain, concluded, asked):
+    """Within what seeds differ by, the centre stands and gets its seeds; beyond it, the challenger is run at full length first."""
+    around = Search(TINY.but(steps=200), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50)
+
+    def get(s):
+        if s.seed or (s.lr != 0.3 and s.steps == 200):
+            return None
+        loss = {0.1: 2.0, 0.3: 1.0, 1.0: 1 / gain}[s.lr]
+        return Record(s, "finished", {"step": list(range(1, s.steps + 1)), "loss": [loss] * s.steps}, {"train_loss": loss})
+
+    found = look(around, get)
+    assert (found.tuned.searched, {(s.lr, s.steps) for s in found.missing}) == (concluded, {(asked, 200)})
 
 
 def test_the_plan_counts_seeds_in_full_and_the_rest_of_a_grid_in_short():
