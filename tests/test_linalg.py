@@ -42,11 +42,26 @@ def test_damping_per_group():
         assert torch.allclose(ours[k], linalg.damped_inverse(S[k], damping[k].item()))
 
 
-def test_jitter_then_float64_rescue_what_rounding_spoiled():
+@pytest.mark.parametrize(
+    ("S", "damping"),
+    [
+        (lambda: semidefinite(200, 3, dtype=torch.float32) * 1e4, 1e-9),
+        (lambda: (lambda a: a.mT @ a / 100)(torch.rand(100, 784)), 3e-6),
+        (lambda: semidefinite(300, 8, dtype=torch.float32), 1e-7),
+    ],
+)
+def test_the_damping_is_the_one_asked_for_whatever_rounding_spoiled(S, damping):
+    """``L Lᵀ = S + λI`` to the rounding of S, and along a direction S does not know the inverse is 1/λ: no jitter."""
     torch.manual_seed(0)
-    S = semidefinite(200, 3, dtype=torch.float32) * 1e4
-    L = linalg.damped_cholesky(S, 1e-9, "layer")
-    assert torch.isfinite(L).all()
+    S = S()
+    m, eps = S.shape[-1], torch.finfo(S.dtype).eps
+    assert torch.linalg.cholesky_ex(linalg.add_damping(S, damping)).info, "this case should need more than float32"
+    L = linalg.damped_cholesky(S, damping, "layer").double()
+    off = torch.linalg.matrix_norm(L @ L.mT - linalg.add_damping(S.double(), damping), 2)
+    assert off <= m * eps * torch.linalg.matrix_norm(S.double(), 2)
+    P = linalg.damped_inverse(S, damping, "layer").double()
+    unknown = torch.linalg.eigh(S.double()).eigenvectors[:, m // 4]  # within the null space of what S was made of
+    assert 0.2 / damping < unknown @ P @ unknown < 5 / damping
 
 
 def test_error_names_the_layer_and_a_damping_that_works():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported, but not typed so
-JITTERS = (1e-6, 1e-4)  # fractions of the mean eigenvalue, tried in turn before float64
 
 
 def add_damping(S: Tensor, damping: float | Tensor) -> Tensor:
@@ -23,41 +22,47 @@ def add_damping(S: Tensor, damping: float | Tensor) -> Tensor:
 
 
 def damped_cholesky(S: Tensor, damping: float | Tensor, name: str = "matrix") -> Tensor:
-    """Lower ``L`` with ``L Lᵀ = S + λI``. S ``(..., m, m)``.
+    """Lower ``L`` with ``L Lᵀ = S + λI`` for the λ that was asked for, in the precision of S ``(..., m, m)``.
 
-    Where rounding leaves ``S + λI`` indefinite: a little jitter, then float64, then a ``LinAlgError`` that says what to do.
+    Where rounding leaves ``S + λI`` indefinite: in float64; then for the semi-definite matrix nearest to S, if S differs from it by
+    no more than its rounding; else a ``LinAlgError`` that says what to do. λ itself is never changed.
     """
-    damped = add_damping(S, damping)
-    L, info = torch.linalg.cholesky_ex(damped)
-    if not info.any():
-        return L
-    if not torch.isfinite(S).all():
-        raise LinAlgError(f"{name}: the {tuple(S.shape)} second moment holds NaN or inf; damping cannot mend that.")
-    mean_eigenvalue = damped.diagonal(dim1=-2, dim2=-1).mean(-1).abs()
-    for jitter in JITTERS:
-        L, info = torch.linalg.cholesky_ex(add_damping(damped, jitter * mean_eigenvalue))
-        if not info.any():
-            return L
-    L64, info = torch.linalg.cholesky_ex(add_damping(S.double(), damping))
-    if not info.any():
-        return L64.to(S.dtype)
-    raise LinAlgError(_explain_failure(S, damping, name))
-
-
-def _explain_failure(S: Tensor, damping: float | Tensor, name: str) -> str:
-    eigenvalues = torch.linalg.eigvalsh(S.double())
-    smallest, largest = eigenvalues.min().item(), eigenvalues.max().item()
-    used = float(damping.min()) if isinstance(damping, Tensor) else damping
-    enough = 10.0 ** math.ceil(math.log10(max(largest * 1e-5, -2 * smallest, 1e-30)))
-    return (
-        f"{name}: S + λI of shape {tuple(S.shape)} is not positive definite, even with jitter and in float64 "
-        f"(eigenvalues of S from {smallest:.3g} to {largest:.3g}, λ = {used:.3g}). Try damping ≥ {enough:.0e}."
-    )
+    L, info = torch.linalg.cholesky_ex(add_damping(S, damping))
+    return L if not info.any() else _wide_cholesky(S, damping, name).to(S.dtype)
 
 
 def damped_inverse(S: Tensor, damping: float | Tensor, name: str = "matrix") -> Tensor:
     """``P = (S + λI)⁻¹``, by Cholesky. S, P ``(..., m, m)``."""
-    return torch.cholesky_inverse(damped_cholesky(S, damping, name))
+    L, info = torch.linalg.cholesky_ex(add_damping(S, damping))
+    return torch.cholesky_inverse(L if not info.any() else _wide_cholesky(S, damping, name)).to(S.dtype)
+
+
+def _wide_cholesky(S: Tensor, damping: float | Tensor, name: str) -> Tensor:
+    """The Cholesky factor in float64, of S or else of the semi-definite matrix nearest to it."""
+    if not torch.isfinite(S).all():
+        raise LinAlgError(f"{name}: the {tuple(S.shape)} second moment holds NaN or inf; damping cannot mend that.")
+    wide, damping = S.double(), damping.double() if isinstance(damping, Tensor) else damping
+    L, info = torch.linalg.cholesky_ex(add_damping(wide, damping))
+    if not info.any():
+        return L
+    s, U = torch.linalg.eigh(wide)
+    rounding = S.shape[-1] * torch.finfo(S.dtype).eps * s[..., -1]
+    if not (s[..., 0] < -rounding).any():
+        nearest = U @ (s.clamp_min(0).unsqueeze(-1) * U.mT)
+        L, info = torch.linalg.cholesky_ex(add_damping(nearest, damping))
+        if not info.any():
+            return L
+    raise LinAlgError(_explain_failure(s, damping, name))
+
+
+def _explain_failure(eigenvalues: Tensor, damping: float | Tensor, name: str) -> str:
+    smallest, largest = eigenvalues.min().item(), eigenvalues.max().item()
+    used = float(damping.min()) if isinstance(damping, Tensor) else damping
+    enough = 10.0 ** math.ceil(math.log10(max(largest * 1e-5, -2 * smallest, 1e-30)))
+    return (
+        f"{name}: S + λI with S {tuple(eigenvalues.shape)[-1:] * 2} is not positive definite, even in float64 "
+        f"(eigenvalues of S from {smallest:.3g} to {largest:.3g}, λ = {used:.3g}). Try damping ≥ {enough:.0e}."
+    )
 
 
 def solve_right(X: Tensor, L: Tensor) -> Tensor:
