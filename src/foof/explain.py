@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foof.layers import Layer, covered_layers
+from foof.covering import covered_layers
+from foof.layers import Layer
 from foof.tap import call_model, existing_tap, inputs_seen
 
 

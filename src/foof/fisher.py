@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from foof.gradients import Vectors
 from foof.gram import GramOperator, Precision, by_layer_named
-from foof.layers import Layer, covered_layers
+from foof.covering import covered_layers
+from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.recording import record
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof.curvature import InputFactor
-from foof.layers import Embedding, Layer, covered_layers
+from foof.covering import covered_layers
+from foof.layers import Embedding, Layer
 from foof.optim.attach import attach
 from foof.optim.block import (
     Block,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import foof
 from foof.curvature import EigenFactor
-from foof.layers import Layer, covered_layers
+from foof.covering import covered_layers
+from foof.layers import Layer
 from foof.study.setting import Setting
 from foof.tap import Tap
 
