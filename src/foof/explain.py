@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from foof.layers import Layer, covered_layers
-from foof.tap import call_model, existing_tap, inputs_seen
+from foof.passes import call_model
+from foof.tap import existing_tap, inputs_seen
 
 
 @dataclass(frozen=True)
