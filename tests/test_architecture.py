@@ -16,10 +16,10 @@ layers
 statistics
 likelihood
 tap
-curvature
+kronecker
 gradients
 gram
-recording
+passes
 distributed
 optim.attach
 optim.block

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from foof.covering import covered_layers
 from foof.layers import Layer
-from foof.tap import call_model, existing_tap, inputs_seen
+from foof.passes import call_model
+from foof.tap import existing_tap, inputs_seen
 
 
 @dataclass(frozen=True)

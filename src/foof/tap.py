@@ -8,7 +8,7 @@ preconditioned one, or none at all (a Fisher pass only records). The layer's own
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -244,10 +244,3 @@ def inputs_seen(layers: Iterable[Layer], see: Callable[[Layer, Tensor], None]) -
     finally:
         for handle in handles:
             handle.remove()
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model on a tensor, a mapping of keyword arguments, or a tuple of arguments."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foof import distributed
-from foof.curvature import InputFactor
+from foof.kronecker import InputInverse
 from foof.layers import Embedding, Layer
 from foof.statistics import Gathered, MovingAverage, wide
 from foof.tap import backward_pass_id, existing_tap
@@ -180,7 +180,7 @@ def inversion_cost(block: Block) -> float:
 def precondition_gradient(block: Block) -> None:
     """``.grad ← factor(.grad)``. Where the rows of a weight are sharded and each has its own neuron gradient, shard by shard."""
     layer, gradients = block.layer, [p.grad for p in block.layer.parameters if p.grad is not None]
-    by_rows = isinstance(block.factor, InputFactor) and layer.rows_first and all(map(distributed.sharded_by_rows, gradients))
+    by_rows = isinstance(block.factor, InputInverse) and layer.rows_first and all(map(distributed.sharded_by_rows, gradients))
     if by_rows:
         rows = [distributed.local(g).flatten(1) if g.dim() > 1 else distributed.local(g).unsqueeze(1) for g in gradients]
         pieces = block.factor.apply(torch.cat(rows, 1)).split([r.shape[1] for r in rows], dim=1)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from foof import distributed
-from foof.curvature import InputFactor
 from foof.covering import covered_layers
+from foof.kronecker import InputInverse
 from foof.layers import Embedding, Layer
 from foof.optim.attach import attach
 from foof.optim.block import (
@@ -39,9 +39,9 @@ from foof.optim.block import (
     value_or_zeros,
     without_statistics,
 )
-from foof.recording import buffers_kept
+from foof.passes import buffers_kept, call_model
 from foof.statistics import Gathered, MovingAverage, Schedule, exact, wide
-from foof.tap import Tap, backward_pass_id, call_model, inputs_seen
+from foof.tap import Tap, backward_pass_id, inputs_seen
 
 __all__ = ["Block", "Damping", "Preconditioner", "gather_inputs", "inputs_of"]
 
@@ -268,7 +268,7 @@ class Preconditioner:
         Sigma = block.moments["Sigma"].value
         assert Sigma is not None
         uses = self.schedule.T * min(block.rows or block.layer.n, block.layer.n)
-        return InputFactor.make(Sigma, damping.strength(block.layer, Sigma), block.name, uses)
+        return InputInverse.make(Sigma, damping.strength(block.layer, Sigma), block.name, uses)
 
     @exact
     def _fold(self, blocks: list[Block]) -> None:
@@ -398,4 +398,4 @@ class Preconditioner:
         self.clear()
 
     def factor_from_state_dict(self, state: dict[str, Any]) -> Any:
-        return InputFactor.from_state_dict(state)
+        return InputInverse.from_state_dict(state)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import foof
-from foof.curvature import EigenFactor
 from foof.covering import covered_layers
+from foof.kronecker import EigenInverse
 from foof.layers import Layer
 from foof.study.setting import Setting
 from foof.tap import Tap
@@ -56,7 +56,7 @@ def _neurons(name: str) -> Callable[[nn.Module, Setting], torch.optim.Optimizer]
     return build
 
 
-class TransposedEigenFactor(EigenFactor):
+class TransposedEigenInverse(EigenInverse):
     """A counter-example: `U_Eᵀ [(U_E Eᵀ A U_A) / (s_E s_Aᵀ + λ)] U_Aᵀ`, the paper's released code for its standard damping.
 
     It rotates with U_E where U_Eᵀ belongs, so it solves no damped system; see `tests/oracle.py`. The study alone has it, to
@@ -73,7 +73,7 @@ class TransposedEigenFactor(EigenFactor):
 
 def _kfac_transposed(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     optimizer = foof.KFAC(model, setting.lr, setting.damping, damping_mode="standard", **_options(setting))  # type: ignore[arg-type]
-    optimizer.preconditioner.kind = TransposedEigenFactor
+    optimizer.preconditioner.kind = TransposedEigenInverse
     return optimizer
 
 

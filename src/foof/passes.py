@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foof.gradients import Call, chunks
 from foof.layers import Embedding, Layer, Linear
 from foof.likelihood import Labels, Likelihood
-from foof.tap import call_model, tapped
+from foof.tap import tapped
 
 
 class Recorder:
@@ -82,6 +82,13 @@ def _ambiguous(layer: Layer, x: Tensor, N: int) -> bool:
     """Might the first dimension be another than the datapoints, of the same length by chance? (time, or a table of positions)"""
     lengths = x.shape if isinstance(layer, Embedding) else x.shape[:-1] if isinstance(layer, Linear) else x.shape[:1]
     return N > 1 and lengths[0] == N and (lengths.count(N) > 1 or (isinstance(layer, Embedding) and x.dim() == 1))
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model on a tensor, a mapping of keyword arguments, or a tuple of arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,

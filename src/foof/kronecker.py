@@ -1,6 +1,6 @@
-"""Curvature as operators: what a matrix is, kept apart from how a layer's gradient is formed.
+"""Damped inverses from second moments: of the inputs only, of both sides, in the eigenbases; made once, applied often.
 
-A *factor* preconditions one layer. It is made once from second moments (``make``: factorise) and applied often (``apply`` to a
+An *inverse* preconditions one layer. It is made once from second moments (``make``: factorise) and applied often (``apply`` to a
 gradient, ``gradient`` from the inputs and errors at hand, by the cheaper way).
 """
 
@@ -17,7 +17,7 @@ from foof.layers import Layer
 from foof.statistics import wide
 
 
-class InputFactor:
+class InputInverse:
     """FOOF's preconditioner: ``X ↦ X (Σ + λI)⁻¹`` (Eq. 6), for rows ``X = A`` as for a gradient ``X = Eᵀ A``.
 
     Held as the inverse P ``(..., m, m)``, or as the Cholesky factor L where it is used too seldom to pay for the inverse,
@@ -28,7 +28,7 @@ class InputFactor:
         self.held, self.tensor = held, tensor
 
     @classmethod
-    def make(cls, Sigma: Tensor, damping: float | Tensor, name: str, uses: float = float("inf")) -> InputFactor:
+    def make(cls, Sigma: Tensor, damping: float | Tensor, name: str, uses: float = float("inf")) -> InputInverse:
         """From the second moment ``(..., m, m)``, or its diagonal ``(m,)``; ``uses``: rows to be multiplied before the next one.
 
         An inverse costs 2/3·m³ more than a Cholesky factor and saves about 2·m² per row, since triangular solves run at about
@@ -61,7 +61,7 @@ class InputFactor:
         return {"held": self.held, "tensor": self.tensor.clone()}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> InputFactor:
+    def from_state_dict(cls, state: dict[str, Any]) -> InputInverse:
         return cls(state["held"], state["tensor"])
 
 
@@ -76,7 +76,7 @@ def per_datapoint_gradient(a: Tensor, e: Tensor, damping: float) -> Tensor:
     return torch.einsum("irn,irm->nm", e, weighted) / len(a)
 
 
-# --- Kronecker factors: KFAC ------------------------------------------------------------------------------------------------
+# --- both sides: KFAC -------------------------------------------------------------------------------------------------------
 
 
 def split_damping(Sigma: Tensor, Sigma_E: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -139,18 +139,18 @@ class TwoSided(ABC):
         return self.finish(G if inputs_first else self.right(G))
 
 
-class KroneckerFactor(TwoSided):
+class KroneckerInverse(TwoSided):
     """KFAC with heuristic damping: ``(Σ_E + λ_E I)⁻¹ Eᵀ A (Σ + λ_A I)⁻¹`` (Eqs. 2 and 4)."""
 
-    def __init__(self, inputs: InputFactor, errors: InputFactor, lambda_E: Tensor) -> None:
+    def __init__(self, inputs: InputInverse, errors: InputInverse, lambda_E: Tensor) -> None:
         self.inputs, self.errors, self.lambda_E = inputs, errors, lambda_E
 
     @classmethod
-    def make(cls, Sigma: Tensor, Sigma_E: Tensor, damping: float, name: str, uses: tuple[float, float]) -> KroneckerFactor:
-        """Sigma ``(..., m, m)`` or ``(m,)``, Sigma_E ``(..., n, n)``; ``uses``: rows each side will multiply, see ``InputFactor.make``."""
+    def make(cls, Sigma: Tensor, Sigma_E: Tensor, damping: float, name: str, uses: tuple[float, float]) -> KroneckerInverse:
+        """Sigma ``(..., m, m)`` or ``(m,)``, Sigma_E ``(..., n, n)``; ``uses``: rows each side will multiply, see ``InputInverse.make``."""
         lambda_A, lambda_E = split_damping(Sigma, Sigma_E, damping)
-        inputs = InputFactor.make(Sigma, lambda_A, f"{name} (inputs)", uses[0])
-        return cls(inputs, InputFactor.make(Sigma_E, lambda_E, f"{name} (errors)", uses[1]), lambda_E)
+        inputs = InputInverse.make(Sigma, lambda_A, f"{name} (inputs)", uses[0])
+        return cls(inputs, InputInverse.make(Sigma_E, lambda_E, f"{name} (errors)", uses[1]), lambda_E)
 
     def right(self, X: Tensor) -> Tensor:
         return self.inputs.apply(X)
@@ -162,12 +162,12 @@ class KroneckerFactor(TwoSided):
         return {"inputs": self.inputs.state_dict(), "errors": self.errors.state_dict(), "lambda_E": self.lambda_E.clone()}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> KroneckerFactor:
-        inputs, errors = (InputFactor.from_state_dict(state[side]) for side in ("inputs", "errors"))
+    def from_state_dict(cls, state: dict[str, Any]) -> KroneckerInverse:
+        inputs, errors = (InputInverse.from_state_dict(state[side]) for side in ("inputs", "errors"))
         return cls(inputs, errors, state["lambda_E"])
 
 
-class ScaledInputFactor(KroneckerFactor):
+class ScaledInputInverse(KroneckerInverse):
     """FOOF with KFAC's λ_A, times ``λ_E⁻¹ = λ_A/λ`` for steps of KFAC's size (Appendix D.9, Fig. 3C+D)."""
 
     def left(self, X: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class ScaledInputFactor(KroneckerFactor):
         return G / self.lambda_E[..., None, None]
 
 
-class RescaledInputFactor(KroneckerFactor):
+class RescaledInputInverse(KroneckerInverse):
     """FOOF with KFAC's λ_A, rescaled to the norm of the layer's KFAC update (Appendix D.9, Fig. 4C)."""
 
     linear = False
@@ -192,7 +192,7 @@ class RescaledInputFactor(KroneckerFactor):
         return self.apply(layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e))
 
 
-class EigenFactor(TwoSided):
+class EigenInverse(TwoSided):
     """KFAC with standard damping: ``(Σ ⊗ Σ_E + λI)⁻¹`` (Eq. 3), exactly, in the eigenbases of the factors.
 
     ``U_E [(U_Eᵀ Eᵀ A U_A) / (s_E s_Aᵀ + λ)] U_Aᵀ``; the rotations are done on rows or gradient as for any two sides. For a diagonal
@@ -203,7 +203,7 @@ class EigenFactor(TwoSided):
         self.s_A, self.U_A, self.s_E, self.U_E, self.damping = s_A, U_A, s_E, U_E, damping
 
     @classmethod
-    def make(cls, Sigma: Tensor, Sigma_E: Tensor, damping: float, name: str, uses: tuple[float, float]) -> EigenFactor:
+    def make(cls, Sigma: Tensor, Sigma_E: Tensor, damping: float, name: str, uses: tuple[float, float]) -> EigenInverse:
         """Sigma ``(..., m, m)`` or ``(m,)``, Sigma_E ``(..., n, n)``; an eigenbasis serves any number of uses."""
         s_A, U_A = (Sigma.clone(), None) if Sigma.dim() == 1 else linalg.eigh(Sigma)
         return cls(s_A, U_A, *linalg.eigh(Sigma_E), damping)
@@ -223,5 +223,5 @@ class EigenFactor(TwoSided):
         return {**{k: None if v is None else v.clone() for k, v in tensors.items()}, "damping": self.damping}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> EigenFactor:
+    def from_state_dict(cls, state: dict[str, Any]) -> EigenInverse:
         return cls(*(state[k] for k in ("s_A", "U_A", "s_E", "U_E", "damping")))
