@@ -7,6 +7,7 @@ how many files, and how often one call is in another file than the call before i
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,7 +43,7 @@ def trace(make: Any) -> tuple[int, int, int]:
             opt.step()
         finally:
             sys.setprofile(None)
-    switches = sum(here[0] != there[0] for here, there in zip(way, way[1:], strict=False))
+    switches = sum(here[0] != there[0] for here, there in pairwise(way))
     return len(set(way)), len({file for file, *_ in way}), switches
 
 
