@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from foof import KFAC, NaturalGradient
-from foof.study import data, models
+from foof.study import data
 from foof.study.data import Data
-from foof.study.measuring import AFTER, BEFORE, Moment, needs_raw_gradients
-from foof.study.methods import method, optimizer_of
-from foof.study.setting import Record, Setting, Value
+from foof.study.train import models
+from foof.study.train.measurements import AFTER, BEFORE, Moment, needs_raw_gradients
+from foof.study.train.methods import method, optimizer_of
+from foof.study.train.setting import Record, Setting, Value
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported, but not typed so
 Batch = tuple[Tensor, Tensor]

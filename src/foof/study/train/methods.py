@@ -12,7 +12,7 @@ import foof
 from foof.covering import covered_layers
 from foof.kronecker import EigenInverse
 from foof.layers import Layer
-from foof.study.setting import Setting
+from foof.study.train.setting import Setting
 from foof.tap import Tap
 
 # Options that the run itself reads; all others go to the optimizer.
