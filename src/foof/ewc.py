@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from foof.fisher import Fisher
-from foof.gradients import Vectors
 from foof.gram import GramOperator
 from foof.tap import differentiable_once
+from foof.vectors import Vectors
 
 __all__ = ["EWC"]
 

@@ -14,7 +14,7 @@ import copy
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from foof import linalg
-from foof.fisher import Diagonal, Fisher
-from foof.gradients import Columns
-from foof.gram import GramOperator, Precision
+from foof.fisher import Fisher, fisher_layers, warn_of_training_mode
+from foof.gradients import Call, Columns, blocks_of
+from foof.gram import GramOperator
+from foof.kronecker import EigenInverse
+from foof.layers import Layer
 from foof.likelihood import Categorical, Gaussian, Labels, Likelihood, likelihood_named
-from foof.passes import buffers_kept, call_model, pieces, record
+from foof.passes import buffers_kept, call_model, pieces, record, recorded
+from foof.statistics import wide
+from foof.vectors import Diagonal, ParameterSpace
 
 __all__ = ["Calibration", "ExactPosterior", "KroneckerPosterior", "calibration", "fit", "fit_kronecker"]
 
@@ -84,7 +88,7 @@ class ExactPosterior(SampledNetworks):
         prior = self.prior_precision if prior_precision is None else prior_precision
         precision = self.fisher.precision(prior, "prior_precision")
         scatter = sum(float((v * w.double().square()).sum()) for v, w in zip(precision.values, self.trained, strict=True))
-        log_det = self.fisher.operator.logdet(precision, self.datapoints)
+        log_det = self.fisher.logdet(prior, datapoints=self.datapoints)
         return self.log_likelihood - 0.5 * scatter + 0.5 * precision.logdet(self.params) - 0.5 * log_det
 
     def tune_prior(self, low: float = 1e-4, high: float = 1e6) -> float:
@@ -111,28 +115,12 @@ class ExactPosterior(SampledNetworks):
         J is the Jacobian at ``x``: by Woodbury, ``J Λ⁻¹ Jᵀ - (J Λ⁻¹ G) U⁻¹ (Gᵀ Λ⁻¹ Jᵀ)``, all of it products of gradients.
         """
         outputs, variances = [], []
-        precision = self.fisher.precision(self.prior_precision, "prior_precision")
+        precision = self.fisher.damped(self.prior_precision, datapoints=self.datapoints)
         with _weights(self.params, self.trained), buffers_kept(self.model):
             for part, _ in pieces(x, None, batch_size):
                 outputs.append(call_model(self.model, part))
-                variances.append(self._variance(part, precision))
+                variances.append(precision.variance(_jacobian(self.fisher, self.model, part)))
         return torch.cat(outputs), torch.cat(variances)
-
-    def _variance(self, x: Any, precision: Precision) -> Tensor:
-        operator = self.fisher.operator
-        jacobian = _jacobian(self.fisher, self.model, x)
-        weights = [1 / v for v in precision.values]
-        total = torch.zeros((), dtype=operator.dtype, device=operator.device)
-        for part, theirs in zip(operator.parts, jacobian.parts, strict=True):
-            where = iter(part.where)
-            for block in theirs.blocks:
-                total = total + block.own([weights[next(where)] for _ in block.params], operator.dtype)
-            cross = operator.cross(part, jacobian, theirs, precision) * math.sqrt(jacobian.N)  # GᵀΛ⁻¹Jᵀ: (D, C·N)
-            L = operator.factor(part, precision, self.datapoints)
-            half = torch.linalg.solve_triangular(L, cross, upper=False).unflatten(1, (jacobian.K, jacobian.N))
-            explained = torch.einsum("dki,dli->ikl", half, half) * (precision.scalar or 1.0)  # L Lᵀ is λU where Λ = λI
-            total = total - explained
-        return total
 
     def predict(self, x: Any, method: str = "probit", samples: int = 100, batch_size: int = 100,
                 generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
@@ -165,9 +153,9 @@ def fit(model: nn.Module, x: Any, y: Tensor, *, labels: str = "mc", likelihood: 
     kind = likelihood_named(likelihood)
     fisher = Fisher(model, x, labels, y, likelihood=kind, blocks=blocks, **options)
     log_likelihood = _log_likelihood(model, kind, x, y, options.get("batch_size"))
-    c = fisher._count(datapoints)
+    c = float(fisher.N if datapoints is None else datapoints)
     prior = 1.0 if prior_precision is None else prior_precision
-    fisher.precision(prior, "prior_precision")  # or an error
+    fisher.damped(fisher.precision(prior, "prior_precision"), datapoints=c)  # or an error
     posterior = ExactPosterior(model, fisher, kind, log_likelihood * c / fisher.N, c, prior)
     if prior_precision is None:
         posterior.tune_prior()
@@ -177,41 +165,51 @@ def fit(model: nn.Module, x: Any, y: Tensor, *, labels: str = "mc", likelihood: 
 # --- Kronecker posteriors: Appendix G -------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class LayerPosterior:
+    """One layer's ``N(W*, (λI + c·Σ_E ⊗ Σ)⁻¹)``."""
+
+    columns: Columns  # of no datapoints: its parameters, and where they are in the matrix
+    layer: Layer
+    inverse: EigenInverse  # s_E includes c
+
+    def sample(self, n: int, prior: float, generator: torch.Generator | None) -> list[Tensor]:
+        """n deviations, ``(n, *p.shape)`` for each of the layer's parameters."""
+        draws = self.inverse.with_damping(prior).sample(n, generator).flatten(1)
+        flat = torch.empty_like(draws)
+        flat[:, self.columns.positions(self.layer)] = draws
+        return self.columns.pieces(flat)
+
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.inverse.state_dict().values() if isinstance(t, Tensor))
+
+
 class KroneckerPosterior(SampledNetworks):
     """Each layer ``N(W*, (Λ + c·Σ_E ⊗ Σ)⁻¹)`` (Ritter et al. 2018), or with the first factor only, Σ_E a multiple of I.
 
-    ``W = W* + U_E [Z / √(c s_E s_Aᵀ + λ)] U_Aᵀ`` with Z standard normal, in the factors' eigenbases; see ``fit_kronecker``.
+    ``W = W* + U_E [Z / √(c s_E s_Aᵀ + λ)] U_Aᵀ`` with Z standard normal, in the factors' eigenbases; see ``fit_kronecker``. Of the
+    data only second moments are kept.
     """
 
-    def __init__(self, model: nn.Module, fisher: Fisher, likelihood: Likelihood, log_likelihood: float, datapoints: float,
-                 first_factor_only: bool, prior_precision: float) -> None:  # fmt: skip
-        self.model, self.likelihood, self.datapoints = model, likelihood, datapoints
-        self.params, self.log_likelihood, self.prior_precision = fisher.params, log_likelihood, prior_precision
-        self.factors: list[_LayerFactors] = []
-        for part in fisher.operator.parts:
-            for block in part.blocks:
-                if not block.one_matrix or not block.calls:
-                    raise ValueError("a Kronecker posterior needs layers that are all used and tie no weights across layouts.")
-                self.factors.append(_LayerFactors.make(block, first_factor_only))
-        self.trained = [p.detach().clone() for p in self.params]
+    def __init__(self, model: nn.Module, params: list[nn.Parameter], layers: list[LayerPosterior], likelihood: Likelihood,
+                 log_likelihood: float, datapoints: float, prior_precision: float) -> None:  # fmt: skip
+        self.model, self.params, self.layers, self.likelihood = model, params, layers, likelihood
+        self.log_likelihood, self.datapoints, self.prior_precision = log_likelihood, datapoints, prior_precision
+        self.trained = [p.detach().clone() for p in params]
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
         drawn: dict[int, Tensor] = {}
-        for factors in self.factors:
-            block, layer = factors.block, factors.block.layer
-            shape = (n, layer.groups, layer.n, layer.m)
-            Z = torch.randn(shape, dtype=factors.s_A.dtype, device=factors.s_A.device, generator=generator)
-            deviations = factors.U_E @ (Z / factors.precision(self.datapoints, self.prior_precision).sqrt()) @ factors.U_A.mT
-            flat = torch.empty(n, block.size, dtype=Z.dtype, device=Z.device)
-            flat[:, block.positions(layer)] = deviations.flatten(1)
-            drawn.update({id(p): piece for p, piece in zip(block.params, block.pieces(flat), strict=True)})
+        for layer in self.layers:
+            draws = layer.sample(n, self.prior_precision, generator)
+            drawn.update({id(p): draw for p, draw in zip(layer.columns.params, draws, strict=True)})
         return [drawn[id(p)] for p in self.params]
 
     def log_marginal_likelihood(self, prior_precision: float | None = None) -> Tensor:
         """As the exact posterior's, with the Kronecker curvature."""
         prior = self.prior_precision if prior_precision is None else prior_precision
         scatter = prior * sum(float(w.double().square().sum()) for w in self.trained)
-        log_ratio = sum(float((f.precision(self.datapoints, prior).double() / prior).log().sum()) for f in self.factors)
+        log_ratio = sum(float(layer.inverse.with_damping(prior).logdet()) for layer in self.layers)
+        log_ratio -= sum(w.numel() for w in self.trained) * math.log(prior)
         return torch.tensor(self.log_likelihood - 0.5 * scatter - 0.5 * log_ratio, dtype=torch.float64)
 
     def tune_prior(self, low: float = 1e-4, high: float = 1e6) -> float:
@@ -223,50 +221,71 @@ class KroneckerPosterior(SampledNetworks):
         self.prior_precision = _tuned(negative, low, high)
         return self.prior_precision
 
-
-@dataclass(eq=False)
-class _LayerFactors:
-    """Eigenvalues and eigenvectors of one layer's Σ ``(G, m, m)`` and Σ_E ``(G, n, n)``."""
-
-    block: Columns
-    s_A: Tensor
-    U_A: Tensor
-    s_E: Tensor
-    U_E: Tensor
-
-    @classmethod
-    def make(cls, block: Columns, first_factor_only: bool) -> _LayerFactors:
-        """``Σ = 1/N Σ a aᵀ``, ``Σ_E = 1/(N R) Σ e eᵀ``; for the first factor alone, Σ_E becomes its mean eigenvalue times I."""
-        dtype = torch.promote_types(block.params[0].dtype, torch.float32)
-        A, E = block.dense_rows(slice(0, block.N), dtype)
-        A, E = A.flatten(1, 2), E.flatten(1, 3)
-        s_A, U_A = linalg.eigh(A.mT @ A / block.N)
-        s_E, U_E = linalg.eigh(E.mT @ E / (block.N * block.R))
-        if first_factor_only:
-            s_E = s_E.mean(-1, keepdim=True).expand_as(s_E)
-            U_E = torch.eye(s_E.shape[-1], dtype=dtype, device=s_E.device).expand_as(U_E)
-        return cls(block, s_A, U_A, s_E, U_E)
-
-    def precision(self, c: float, prior: float) -> Tensor:
-        """Eigenvalues ``c s_E s_Aᵀ + λ`` of the posterior precision, ``(G, n, m)``."""
-        return c * self.s_E.unsqueeze(-1) * self.s_A.unsqueeze(-2) + prior
+    def memory(self) -> int:
+        """Bytes kept besides the trained weights: eigenvalues and eigenvectors of second moments."""
+        return sum(layer.bytes() for layer in self.layers)
 
 
 def fit_kronecker(model: nn.Module, x: Any, y: Tensor, *, labels: str = "mc", likelihood: str | Likelihood = "categorical",
                   first_factor_only: bool = False, prior_precision: float | None = None, datapoints: float | None = None,
-                  **options: Any) -> KroneckerPosterior:  # fmt: skip
-    """The Kronecker-factored Laplace posterior; ``first_factor_only``: Appendix G's test, which keeps Σ and drops Σ_E."""
+                  samples: int = 1, batch_size: int | None = None, generator: torch.Generator | None = None,
+                  exclude: Iterable[str] = ()) -> KroneckerPosterior:  # fmt: skip
+    """The Kronecker-factored Laplace posterior; ``first_factor_only``: Appendix G's test, which keeps Σ and drops Σ_E.
+
+    One number for ``prior_precision``, or None for the one with the largest marginal likelihood; the others as in ``fit`` and
+    ``foof.Fisher``.
+    """
     kind = likelihood_named(likelihood)
-    fisher = Fisher(model, x, labels, y, likelihood=kind, **options)
-    log_likelihood = _log_likelihood(model, kind, x, y, options.get("batch_size"))
-    c = fisher._count(datapoints)
-    prior = fisher.precision(1.0 if prior_precision is None else prior_precision, "prior_precision").scalar
-    if prior is None:
+    layers, params = fisher_layers(model, tuple(exclude))
+    warn_of_training_mode(model)
+    prior = ParameterSpace(params, params[0].dtype).precision(1.0 if prior_precision is None else prior_precision, "prior_precision")
+    if prior.scalar is None:
         raise ValueError("a Kronecker posterior has one prior_precision for all parameters: give a number.")
-    posterior = KroneckerPosterior(model, fisher, kind, log_likelihood * c / fisher.N, c, first_factor_only, prior)
+    if datapoints is not None and not 0 < datapoints < float("inf"):
+        raise ValueError(f"datapoints must be a positive number, got {datapoints}.")
+    moments = _SecondMoments(params)
+    for calls, N in recorded(model, layers, x, y, Labels(labels, samples), kind, generator, batch_size):
+        moments.add(calls, N)
+    c = float(moments.N if datapoints is None else datapoints)
+    log_likelihood = _log_likelihood(model, kind, x, y, batch_size) * c / moments.N
+    posterior = KroneckerPosterior(model, params, moments.posteriors(c, first_factor_only), kind, log_likelihood, c, prior.scalar)
     if prior_precision is None:
         posterior.tune_prior()
     return posterior
+
+
+class _SecondMoments:
+    """``Σ = 1/N Σ a aᵀ`` and ``Σ_E = 1/(N R) Σ e eᵀ`` of each matrix of a model, gathered piece by piece."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params, self.N = params, 0
+        self.sums: dict[int, list[Any]] = {}  # by the weight's id: layer, rows, the two sums
+
+    def add(self, calls: list[Call], N: int) -> None:
+        self.N += N
+        K = len(calls[0].errors) if calls else 1
+        for block in blocks_of(self.params, calls, N, K):
+            if not block.one_matrix or not block.calls:
+                raise ValueError("a Kronecker posterior needs layers that are all used and tie no weights across layouts.")
+            layer = block.layer
+            found = block.second_moments(wide(layer.weight.dtype))
+            kept = self.sums.setdefault(id(layer.weight), [layer, 0, *(torch.zeros_like(S) for S in found)])
+            kept[1] += N * block.R
+            kept[2] += found[0]
+            kept[3] += found[1]
+
+    def posteriors(self, c: float, first_factor_only: bool) -> list[LayerPosterior]:
+        """With the first factor alone, Σ_E becomes its mean eigenvalue times I."""
+        made = []
+        for layer, rows, Sigma, Sigma_E in self.sums.values():
+            Sigma, Sigma_E = Sigma / self.N, Sigma_E / rows
+            inverse = EigenInverse.make(Sigma, Sigma_E, 1.0, layer.label, (0, 0))
+            if first_factor_only:
+                inverse.s_E = inverse.s_E.mean(-1, keepdim=True).expand_as(inverse.s_E)
+                inverse.U_E = torch.eye(layer.n, dtype=Sigma_E.dtype, device=Sigma_E.device)
+            inverse.s_E = c * inverse.s_E
+            made.append(LayerPosterior(Columns(layer.parameters, [], 0, 1), layer, inverse))
+        return made
 
 
 # --- calibration ----------------------------------------------------------------------------------------------------------

@@ -91,23 +91,28 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
-           generator: torch.Generator | None, batch_size: int | None) -> tuple[list[Call], int, int]:  # fmt: skip
-    """Calls, N datapoints and K labels of ``inputs``, ``batch_size`` datapoints at a time. Buffers stay as they were."""
-    parts: list[list[Call]] = []
-    N = 0
+def recorded(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
+             generator: torch.Generator | None, batch_size: int | None) -> Iterator[tuple[list[Call], int]]:  # fmt: skip
+    """Calls and number of datapoints of each piece of ``inputs``, ``batch_size`` datapoints at a time. Buffers stay as they were."""
     with buffers_kept(model):
         for part, targets in pieces(inputs, y, batch_size):
             recorder = Recorder()
             with torch.enable_grad(), tapped(layers, recorder):
                 out = call_model(model, part)
                 check_output(out)
+                N = len(out)
                 errors = labels.errors(likelihood, out, targets, generator)
-                parts.append(recorder.backward(out, errors, layers, len(out)))
-            N += len(out)
+                calls = recorder.backward(out, errors, layers, N)
             del out
-    calls = _joined(parts)
-    return calls, N, len(calls[0].errors) if calls else 1
+            yield calls, N
+
+
+def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
+           generator: torch.Generator | None, batch_size: int | None) -> tuple[list[Call], int, int]:  # fmt: skip
+    """Calls, N datapoints and K labels of ``inputs``, all pieces together."""
+    parts = list(recorded(model, layers, inputs, y, labels, likelihood, generator, batch_size))
+    calls = _joined([calls for calls, _ in parts])
+    return calls, sum(N for _, N in parts), len(calls[0].errors) if calls else 1
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof.gradients import Call
-from foof.gram import GramOperator, Precision, by_layer_named
+from foof.gram import GramOperator, by_layer_named
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps
@@ -20,6 +20,8 @@ from foof.optim.block import check_frozen, thrown_away
 from foof.optim.preconditioner import Block, Damping, Preconditioner
 from foof.passes import Recorder, check_output, record
 from foof.tap import backward_pass_id
+from foof.vectors import Precision
+from foof.woodbury import Woodbury
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class NaturalPreconditioner(Preconditioner):
         self._block_of_param = [covered[id(p)] for p in self.params]
         self.generator = make_generator(generator, self.device)
         self.operator: GramOperator | None = None
+        self.damped: Woodbury | None = None  # of the operator, for the λ of the last step
         self.keeps_raw = False
         self.raw: list[Tensor] = []  # the gradient before the solve, if kept
         self._recorder: Recorder | None = None
@@ -82,7 +85,7 @@ class NaturalPreconditioner(Preconditioner):
             self.discard()
         if not self.due:
             return
-        self.operator = None  # free the old one first
+        self.operator = self.damped = None  # free the old ones first
         if out is None:
             s = self.settings
             calls, N, K = record(self.model, self.layers, inputs, y, s.labels, s.likelihood, self.generator, s.batch_size)
@@ -121,11 +124,15 @@ class NaturalPreconditioner(Preconditioner):
             return  # a second step on the same gradients, which have been solved with
         g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         self.raw = [each.clone() for each in g] if self.keeps_raw else []
-        solved = self.operator.solve([each.to(self.operator.dtype).unsqueeze(0) for each in g], self.precision())
+        precision = self.precision()
+        if self.damped is None or self.damped.precision != precision:
+            self.damped = None  # free the old one first
+            self.damped = Woodbury(self.operator, precision)
+        solved = self.damped.solve(g)
         self._solved = []
         for p, natural in zip(self.params, solved, strict=True):
             if p.grad is not None:
-                p.grad.copy_(natural[0])
+                p.grad.copy_(natural)
                 self._solved.append((p, weakref.ref(p.grad), p.grad._version))
 
     def _check_reached(self) -> None:
@@ -167,17 +174,14 @@ class NaturalPreconditioner(Preconditioner):
             "N": operator.N,
             "K": operator.K,
             "calls": [{"layer": position[id(c.layer)], "x": c.x.clone(), "errors": [e.clone() for e in c.errors]} for c in calls],
-            "factors": [
-                None if part.factor is None or part.factor_of is None
-                else {"tensor": part.factor.clone(), "damping": list(part.factor_of[0].values), "c": part.factor_of[1]}
-                for part in operator.parts
-            ],
-        }  # fmt: skip
+            "damped": None if self.damped is None else self.damped.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         restore(self.generator, state["generator"])
         self._fresh, saved = bool(state["fresh"]), state["operator"]
+        self.damped = None
         self.operator = None if saved is None else self._operator_from(saved)
 
     def _operator_from(self, saved: Mapping[str, Any]) -> GramOperator:
@@ -186,11 +190,17 @@ class NaturalPreconditioner(Preconditioner):
 
         calls = [Call(self.layers[c["layer"]], here(c["x"]), [here(e) for e in c["errors"]]) for c in saved["calls"]]
         operator = GramOperator(self.params, calls, saved["N"], saved["K"], self.settings.by_layer, self.settings.dtype)
-        for part, factor in zip(operator.parts, saved["factors"], strict=True):
-            if factor is not None:
-                part.factor = here(factor["tensor"]).to(operator.dtype)
-                part.factor_of = (Precision(tuple(factor["damping"])), factor["c"])
+        damped = saved["damped"] if "damped" in saved else before_woodbury(saved["factors"])
+        self.damped = None if damped is None else Woodbury.from_state_dict(operator, damped)
         return operator
+
+
+def before_woodbury(factors: Sequence[Any]) -> dict[str, Any] | None:
+    """The state of a ``Woodbury`` from checkpoints of 0.1, which kept a factor by columns for each part."""
+    if any(factor is None for factor in factors):
+        return None
+    parts = [{"side": "columns", "factor": factor["tensor"]} for factor in factors]
+    return {"precision": factors[0]["damping"], "datapoints": factors[0]["c"], "parts": parts}
 
 
 def number(damping: Damping) -> float:
