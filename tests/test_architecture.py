@@ -11,6 +11,7 @@ SRC = Path(__file__).parents[1] / "src" / "foof"
 
 # Every module of the package, each allowed to import from those in lines above it.
 ORDER = """
+notices
 linalg
 layers
 statistics

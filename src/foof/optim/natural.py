@@ -96,10 +96,10 @@ class NaturalPreconditioner(Preconditioner):
 
     def _from_outputs(self, out: Tensor, y: Tensor | None) -> tuple[list[Call], int, int]:
         check_output(out)
-        self._recorder = recorder = Recorder()
+        self._recorder = recorder = Recorder(self.model)
         try:
             errors = self.settings.labels.errors(self.settings.likelihood, out, y, self.generator)
-            calls = recorder.backward(out, errors, self.layers, len(out))
+            calls = recorder.backward(out, errors, self.layers)
         finally:
             self._recorder = None
         if not calls:
