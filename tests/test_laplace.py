@@ -251,7 +251,7 @@ def test_a_kronecker_posterior_keeps_second_moments_only() -> None:
     pieces = foof.laplace.fit_kronecker(model, x, y, labels="full", prior_precision=1.0, batch_size=300)
     assert abs(len(pickle.dumps(few)) - len(pickle.dumps(many))) < 100
     assert many.memory() == 8 * sum(m + m * m + n + n * n for m, n in [(6, 6), (7, 3)])
-    for ours, theirs in zip(pieces.layers, many.layers, strict=True):
+    for ours, theirs in zip(pieces.matrices, many.matrices, strict=True):
         assert oracle.relative_error(ours.inverse.eigenvalues, theirs.inverse.eigenvalues) < 1e-9
     assert pieces.log_marginal_likelihood().item() == pytest.approx(many.log_marginal_likelihood().item())
 
@@ -263,7 +263,7 @@ def test_an_embedding_s_diagonal_second_moment_stays_diagonal(monkeypatch: pytes
     monkeypatch.setattr(torch.linalg, "eigh", lambda S: orders.append(S.shape[-1]) or eigh(S))
     posterior = foof.laplace.fit_kronecker(model, x, torch.randint(0, 3, (20,)), labels="full", prior_precision=0.5)
     assert max(orders) == 13
-    embedding = posterior.layers[0].inverse
+    embedding = posterior.matrices[0].inverse
     counts = torch.bincount(x.flatten(), minlength=300).double() * (torch.arange(300) > 0)
     torch.testing.assert_close(embedding.s_A, counts / 20)
     G = torch.randn(4, 300, dtype=torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 
 from foof.gram import GramOperator, by_layer_named
 from foof.layers import Layer, covered_layers
-from foof.likelihood import Labels, Likelihood, likelihood_named
+from foof.likelihood import Labels, Likelihood, likelihood_named, seeded
+from foof.notices import warn
 from foof.passes import record
 from foof.vectors import Diagonal, Precision, Vector
 from foof.woodbury import Woodbury
@@ -30,27 +30,30 @@ class Fisher:
 
     Args:
         model: put it into the mode (eval or train) whose Fisher is meant.
-        x: inputs, datapoints first: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        x: inputs, datapoints first: a tensor, a tuple of arguments, or a mapping of keyword arguments; or a ``DataLoader`` of inputs,
+            of (inputs, labels), or of mappings with or without ``"labels"``.
         labels: ``"mc"``: ``samples`` labels per input drawn from the model; ``"full"``: all labels, weighted by their
             probability (K backward passes and K columns per input); ``"empirical"``: the data's labels ``y``.
         y: the data's labels. Where they are given, categorical positions with label -100 are left out, whatever ``labels``.
         likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance), or a ``foof.likelihood.Likelihood``, of
-            the model's outputs ``(N, ..., C)``: classes last.
+            the model's outputs ``(N, ..., C)``: classes last. Of an output with ``.logits`` (transformers), these.
         blocks: ``"full"``, or ``"layer"`` for the block-diagonal Fisher, one block per weight with its bias.
         dtype: precision of the Gram matrix and of solves; ``torch.float64`` for damping far below F's eigenvalues.
         batch_size: datapoints per forward pass, to bound the memory of the passes themselves.
+        generator: of sampled labels: a ``torch.Generator``, or a seed.
         exclude: names of modules whose parameters count as constants.
     """
 
     def __init__(self, model: nn.Module, x: Any, labels: str | Labels = "mc", y: Tensor | None = None, *,
                  likelihood: str | Likelihood = "categorical", blocks: str = "full", samples: int = 1,
-                 dtype: torch.dtype | None = None, batch_size: int | None = None, generator: torch.Generator | None = None,
+                 dtype: torch.dtype | None = None, batch_size: int | None = None, generator: torch.Generator | int | None = None,
                  exclude: Iterable[str] = ()) -> None:  # fmt: skip
         by_layer = by_layer_named(blocks)
         source = labels if isinstance(labels, Labels) else Labels(labels, samples)
         layers, params = fisher_layers(model, tuple(exclude))
         warn_of_training_mode(model)
-        calls, N, K = record(model, layers, x, y, source, likelihood_named(likelihood), generator, batch_size)
+        labels_from = seeded(generator, params[0].device)
+        calls, N, K = record(model, layers, x, y, source, likelihood_named(likelihood), labels_from, batch_size)
         names = {id(p): name for name, p in model.named_parameters()}
         self.layers, self.by_layer = layers, by_layer
         self.operator = GramOperator(params, calls, N, K, by_layer, dtype, [names[id(p)] for p in params])
@@ -232,7 +235,7 @@ def fisher_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[list[Laye
     left_out = [f"{name} ({why})" for name, why in rest.items() if why != "excluded by request"]
     if left_out:
         listed = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
-        warnings.warn(f"the Fisher does not cover {listed}: they count as constants.", stacklevel=4)
+        warn(f"the Fisher does not cover {listed}: they count as constants.")
     covered = {id(p) for layer in layers for p in layer.parameters}
     return layers, [p for p in model.parameters() if id(p) in covered]
 
@@ -242,8 +245,7 @@ def warn_of_training_mode(model: nn.Module) -> None:
     kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
     found = sorted({type(m).__name__ for m in model.modules() if isinstance(m, kinds) and m.training})
     if found:
-        warnings.warn(
+        warn(
             f"the model is in training mode with {', '.join(found)}: this is the Fisher of this forward pass (its masks, its "
-            f"batch statistics, which also couple datapoints). Call model.eval() for the Fisher of the trained function.",
-            stacklevel=4,
+            f"batch statistics, which also couple datapoints). Call model.eval() for the Fisher of the trained function."
         )

@@ -208,9 +208,9 @@ class EigenInverse(TwoSided):
         s_A, U_A = (Sigma.clone(), None) if Sigma.dim() == 1 else linalg.eigh(Sigma)
         return cls(s_A, U_A, *linalg.eigh(Sigma_E), damping)
 
-    def with_damping(self, damping: float) -> EigenInverse:
-        """The same for another λ: an eigenbasis serves every one."""
-        return type(self)(self.s_A, self.U_A, self.s_E, self.U_E, damping)
+    def with_damping(self, damping: float, scale: float = 1.0) -> EigenInverse:
+        """``(c Σ ⊗ Σ_E + λI)⁻¹`` for another λ, and c = ``scale``: an eigenbasis serves every one."""
+        return type(self)(self.s_A, self.U_A, scale * self.s_E, self.U_E, damping)
 
     @property
     def eigenvalues(self) -> Tensor:
