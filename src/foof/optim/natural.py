@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof.gradients import Call
-from foof.gram import GramOperator, Precision, by_layer_named
+from foof.gram import GramOperator, by_layer_named
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps, check_adaptive
@@ -23,6 +23,8 @@ from foof.optim.step import Ledger, Step
 from foof.passes import Recorder, check_output, record
 from foof.statistics import Schedule
 from foof.tap import Visit
+from foof.vectors import Precision
+from foof.woodbury import Woodbury
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class ExactFisher(Estimator):
         self.name = f"natural ({'layer' if settings.by_layer else 'full'})"
         self.generator = make_generator(generator, device)
         self.operator: GramOperator | None = None
+        self.damped: Woodbury | None = None  # of the operator, for the λ of the last step
         self.params: list[nn.Parameter] = []
         self.layers: list[Layer] = []
         self._block_of: list[Block] = []  # of each parameter
@@ -85,15 +88,15 @@ class ExactFisher(Estimator):
                 engine.warn("NaN or inf in the outputs given to update_curvature: there is no Fisher of this batch.")
                 return
             calls, N, K = self._from_outputs(engine, out, y)
-        self.operator = None  # free the old one first
+        self.operator = self.damped = None  # free the old ones first
         self.operator = GramOperator(self.params, calls, N, K, s.by_layer, s.dtype)
         self._fresh, self._used, self._doubtful = True, False, False
 
     def _from_outputs(self, engine: Engine, out: Tensor, y: Tensor | None) -> tuple[list[Call], int, int]:
-        recorder = Recorder()
+        recorder = Recorder(engine.model)
         with engine.recording(recorder):
             errors = self.settings.labels.errors(self.settings.likelihood, out, y, self.generator)
-            calls = recorder.backward(out, errors, self.layers, len(out))
+            calls = recorder.backward(out, errors, self.layers)
         if not calls:
             raise ValueError("these outputs do not come from a forward pass of this model, made after the optimizer was.")
         return calls, len(out), len(calls[0].errors)
@@ -120,10 +123,14 @@ class ExactFisher(Estimator):
             return
         masks = {block: ledger.masked(block.raw()) for block, ledger in ledgers.items() if ledger is not None}
         g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        solved = operator.solve([each.to(operator.dtype).unsqueeze(0) for each in g], self.precision())
+        precision = self.precision()
+        if self.damped is None or self.damped.precision != precision:
+            self.damped = None  # free the old one first
+            self.damped = Woodbury(operator, precision)
+        solved = self.damped.solve(g)
         for p, natural in zip(self.params, solved, strict=True):
             if p.grad is not None:
-                p.grad.copy_(natural[0])
+                p.grad.copy_(natural)
         for block, masked in masks.items():
             if masked is not None and masked.any():
                 block.write(block.raw().masked_fill(masked, 0))
@@ -152,16 +159,13 @@ class ExactFisher(Estimator):
             "N": operator.N,
             "K": operator.K,
             "calls": [{"layer": position[id(c.layer)], "x": c.x.clone(), "errors": [e.clone() for e in c.errors]} for c in calls],
-            "factors": [
-                None if part.factor is None or part.factor_of is None
-                else {"tensor": part.factor.clone(), "damping": list(part.factor_of[0].values), "c": part.factor_of[1]}
-                for part in operator.parts
-            ],
-        }  # fmt: skip
+            "damped": None if self.damped is None else self.damped.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         restore(self.generator, state["generator"])
         self._fresh, saved = bool(state["fresh"]), state["operator"]
+        self.damped = None
         self.operator = None if saved is None else self._operator_from(saved)
 
     def _operator_from(self, saved: Mapping[str, Any]) -> GramOperator:
@@ -170,11 +174,17 @@ class ExactFisher(Estimator):
 
         calls = [Call(self.layers[c["layer"]], here(c["x"]), [here(e) for e in c["errors"]]) for c in saved["calls"]]
         operator = GramOperator(self.params, calls, saved["N"], saved["K"], self.settings.by_layer, self.settings.dtype)
-        for part, factor in zip(operator.parts, saved["factors"], strict=True):
-            if factor is not None:
-                part.factor = here(factor["tensor"]).to(operator.dtype)
-                part.factor_of = (Precision(tuple(factor["damping"])), factor["c"])
+        damped = saved["damped"] if "damped" in saved else before_woodbury(saved["factors"])
+        self.damped = None if damped is None else Woodbury.from_state_dict(operator, damped)
         return operator
+
+
+def before_woodbury(factors: Sequence[Any]) -> dict[str, Any] | None:
+    """The state of a ``Woodbury`` from checkpoints of 0.1, which kept a factor by columns for each part."""
+    if any(factor is None for factor in factors):
+        return None
+    parts = [{"side": "columns", "factor": factor["tensor"]} for factor in factors]
+    return {"precision": factors[0]["damping"], "datapoints": factors[0]["c"], "parts": parts}
 
 
 class NaturalGradient(QuadraticModelSteps):
