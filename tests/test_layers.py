@@ -10,7 +10,8 @@ from torch import nn
 
 import foof
 from cases import KINDS, mlp
-from foof.layers import TransposedLinear, covered_layers
+from foof.covering import covered_layers
+from foof.layers import TransposedLinear
 from oracle import input_rows
 
 

@@ -9,7 +9,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 
 from cases import KINDS, cnn, mlp
-from foof.layers import Linear, covered_layers
+from foof.covering import covered_layers
+from foof.layers import Linear
 from foof.tap import Tap, backward_pass_id, existing_tap, tapped
 
 

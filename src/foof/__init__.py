@@ -1,9 +1,9 @@
 """Gradient descent on neurons."""
 
 from foof import ewc, implicit, laplace
-from foof.curvature import per_datapoint_gradient
 from foof.explain import explain
 from foof.fisher import Fisher
+from foof.kronecker import per_datapoint_gradient
 from foof.optim import FOOF, KFAC, NaturalGradient, precondition
 
 __all__ = [

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foof.layers import Layer, covered_layers
-from foof.tap import call_model, existing_tap, inputs_seen
+from foof.covering import covered_layers
+from foof.layers import Layer
+from foof.passes import call_model
+from foof.tap import existing_tap, inputs_seen
 
 
 @dataclass(frozen=True)

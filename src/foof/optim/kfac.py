@@ -13,20 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from foof import distributed
-from foof.curvature import EigenFactor, InputFactor, KroneckerFactor, RescaledInputFactor, ScaledInputFactor, split_damping
+from foof.kronecker import EigenInverse, InputInverse, KroneckerInverse, RescaledInputInverse, ScaledInputInverse, split_damping
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, Calls, ModelCall, QuadraticModelSteps, fisher_in
 from foof.optim.preconditioner import Block, Damping, Preconditioner, gather_inputs, inputs_of
+from foof.passes import call_model
 from foof.statistics import Gathered, exact
-from foof.tap import backward_pass_id, call_model
+from foof.tap import backward_pass_id
 
-AnyFactor = KroneckerFactor | EigenFactor
+AnyFactor = KroneckerInverse | EigenInverse
 FACTORS: dict[tuple[str, str], type[AnyFactor]] = {
-    ("heuristic", "keep"): KroneckerFactor,
-    ("heuristic", "drop-scaled"): ScaledInputFactor,
-    ("heuristic", "drop-rescaled"): RescaledInputFactor,
-    ("standard", "keep"): EigenFactor,
+    ("heuristic", "keep"): KroneckerInverse,
+    ("heuristic", "drop-scaled"): ScaledInputInverse,
+    ("heuristic", "drop-rescaled"): RescaledInputInverse,
+    ("standard", "keep"): EigenInverse,
 }
 
 
@@ -259,11 +260,11 @@ class KroneckerPreconditioner(Preconditioner):
     def _hypothetical(self, block: Block, second_factor: str, foof_damping: float | None) -> Any:
         Sigma, Sigma_E = self._moments(block)
         if foof_damping is not None:
-            return InputFactor.make(Sigma, foof_damping, block.name, uses=block.layer.n)
-        if second_factor == "keep" and isinstance(block.factor, EigenFactor):
+            return InputInverse.make(Sigma, foof_damping, block.name, uses=block.layer.n)
+        if second_factor == "keep" and isinstance(block.factor, EigenInverse):
             return block.factor
         other: Any = factor_named("heuristic", second_factor)
-        if isinstance(block.factor, KroneckerFactor):
+        if isinstance(block.factor, KroneckerInverse):
             return other(block.factor.inputs, block.factor.errors, block.factor.lambda_E)
         return other.make(Sigma, Sigma_E, absolute(self._damping(block)), block.name, (block.layer.n, block.layer.m))
 

@@ -18,7 +18,7 @@ from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps
 from foof.optim.block import check_frozen, thrown_away
 from foof.optim.preconditioner import Block, Damping, Preconditioner
-from foof.recording import Recorder, check_output, record
+from foof.passes import Recorder, check_output, record
 from foof.tap import backward_pass_id
 
 
