@@ -59,7 +59,7 @@ def batched_backward() -> bool:
 
 def node_class(function: type[torch.autograd.Function]) -> type:
     """The class of the graph's nodes that a custom function makes."""
-    return function._backward_cls  # type: ignore[attr-defined]
+    return function._backward_cls
 
 
 def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:

@@ -192,7 +192,12 @@ class Schedule:
         if not isinstance(self.T, int) or self.T < 1:
             raise ValueError(f"T is the number of steps between inversions: it must be a whole number, at least 1, got {self.T!r}.")
         if not isinstance(self.S, int) or not 1 <= self.S <= self.T:
-            raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: a whole number in 1..{self.T}, got {self.S!r}.")
+            raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: it must be a whole number in 1..{self.T}, got {self.S!r}.")
+
+    @classmethod
+    def of(cls, T: int, S: int | None) -> Schedule:
+        """S of every T steps; by default ten, or all where there are fewer."""
+        return cls(T, S if S is not None else min(T, 10) if isinstance(T, int) else 1)
 
     def gathers(self) -> bool:
         """``((t + S) mod T) ∈ {0, ..., S-1}``: the S steps before an inversion."""

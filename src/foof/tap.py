@@ -70,9 +70,11 @@ def differentiable_once(why: str) -> Callable[[Backward], Backward]:
         def once(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
             with torch.no_grad():
                 answers = backward(ctx, *grads)
+            if not torch.is_grad_enabled():  # no create_graph
+                return answers
             sources = [t for t in (*ctx.saved_tensors, *grads) if isinstance(t, Tensor) and t.requires_grad]
             given = [a for a in answers if a is not None]
-            if not (torch.is_grad_enabled() and sources and given):  # no create_graph
+            if not (sources and given):
                 return answers
             refusing = iter(_Refused.apply(why, len(given), *given, *sources))
             return tuple(None if a is None else next(refusing) for a in answers)
@@ -102,8 +104,8 @@ class _Junction(torch.autograd.Function):
         layer: Layer = ctx.layer
         if _torch.batched_backward():
             raise NotImplementedError(
-                f"{layer.label}: many gradients at once (is_grads_batched=True, vmap over a backward pass) cannot come through a layer with "
-                "an optimizer of foof on it: ask for one at a time, or call the optimizer's remove() first."
+                f"{layer.label}: many gradients at once (is_grads_batched=True, vmap over a backward pass) cannot come through a layer "
+                "with an optimizer of foof on it: ask for one at a time, or call the optimizer's remove() first."
             )
         with torch.autocast(e.device.type, enabled=False):
             grad_x = grad_weight = grad_bias = None
@@ -172,8 +174,8 @@ class Tap(Hook):
         if x.layout != torch.strided or x.is_nested:
             kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
             raise TypeError(
-                f"{layer.label}: its input is {kind}, and foof needs rows that it can multiply: make it dense (to_dense(), to_padded_tensor(0)) "
-                f"or leave the layer out with exclude=[{layer.name!r}]."
+                f"{layer.label}: its input is {kind}, and foof needs rows that it can multiply: make it dense (to_dense(), "
+                f"to_padded_tensor(0)) or leave the layer out with exclude=[{layer.name!r}]."
             )
         self.fired = True
         return _Junction.apply(out.detach(), x, weight, getattr(module, "bias", None), layer, receiver)
@@ -205,17 +207,29 @@ def existing_tap(module: nn.Module) -> Tap | None:
     return None
 
 
-def behind_a_tap(*outputs: Tensor) -> bool:
-    """Would a backward pass from these go through a tap, so that gradients are what its receiver makes of them?"""
+def _first_tap_behind(*outputs: Tensor) -> Any:
+    """A tap's node that a backward pass from these goes through, or None."""
     left, seen, junction = [out.grad_fn for out in outputs], set[Any](), _torch.node_class(_Junction)
     while left:
         node = left.pop()
         if isinstance(node, junction):
-            return True
+            return node
         if node is not None and node not in seen:
             seen.add(node)
             left += [following for following, _ in node.next_functions]
-    return False
+    return None
+
+
+def behind_a_tap(*outputs: Tensor) -> bool:
+    """Would a backward pass from these go through a tap, so that gradients are what its receiver makes of them?"""
+    return _first_tap_behind(*outputs) is not None
+
+
+def leave_note(out: Tensor, note: Any) -> None:
+    """Leave a note with the graph of ``out``, for the receiver of a later pass; nothing where it goes through no tap."""
+    node = _first_tap_behind(out)
+    if node is not None:
+        node.notes.append(note)
 
 
 @contextmanager

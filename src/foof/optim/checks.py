@@ -27,6 +27,15 @@ def check_options(options: Mapping[str, Any]) -> None:
     Damping(options["damping"], options["relative"])
 
 
+def fallback_named(rest: Fallback) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class and options of a fallback optimizer that is not given as a factory."""
+    options: dict[str, Any] = {"name": rest} if isinstance(rest, str) else dict(rest)  # type: ignore[arg-type]
+    name = options.pop("name", "adamw")
+    if name not in FALLBACKS:
+        raise ValueError(f'rest must be one of {sorted(FALLBACKS)}, a mapping with such a "name", or a factory, got {name!r}.')
+    return FALLBACKS[name], options
+
+
 def make_fallback(rest: Fallback, groups: list[dict[str, Any]], weight_decay: float, maximize: bool) -> Optimizer:
     """The optimizer of what is not covered, from ``"adamw"``, ``"sgd"``, a mapping ``{"name": "sgd", "lr": 0.01}``, or a factory.
 
@@ -35,14 +44,10 @@ def make_fallback(rest: Fallback, groups: list[dict[str, Any]], weight_decay: fl
     if callable(rest):
         made = rest(groups)  # type: ignore[arg-type]  # any torch optimizer takes groups as it takes parameters
         if not isinstance(made, Optimizer):
-            raise TypeError(f"rest=... as a factory must return a torch optimizer for the parameters it is given, got {type(made).__name__}.")
+            raise TypeError(f"rest=... as a factory must return a torch optimizer of the parameters it is given, got {type(made).__name__}.")
         return made
-    options: dict[str, Any] = {"name": rest} if isinstance(rest, str) else dict(rest)
-    name = options.pop("name", "adamw")
-    if name not in FALLBACKS:
-        raise ValueError(f'rest must be one of {sorted(FALLBACKS)}, a mapping with such a "name", or a factory of optimizers, got {name!r}.')
-    options = {"lr": 1e-3, "weight_decay": weight_decay, **options}
-    return FALLBACKS[name](groups, maximize=maximize, **options)  # type: ignore[call-arg]
+    kind, options = fallback_named(rest)
+    return kind(groups, maximize=maximize, **{"lr": 1e-3, "weight_decay": weight_decay, **options})  # type: ignore[call-arg]
 
 
 def check_group(group: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -112,9 +117,9 @@ def check_learning_rates(groups: Sequence[Mapping[str, Any]], ratio: float) -> N
     covered, fallback = ([g["lr"] for g in groups if g["kind"] == kind] for kind in ("neurons", "rest"))
     if ratio != 1 and covered and fallback and all(lr == covered[0] != 0 for lr in (*covered, *fallback)):
         raise ValueError(
-            f"covered layers and the fallback optimizer now have the same learning rate {covered[0]:g}, but were made with rates a factor of "
-            f"{ratio:g} apart: a scheduler's single max_lr (OneCycleLR, CyclicLR, SWALR) sets all groups to one value. Give it one for each "
-            f"of the {len(groups)} groups, max_lr=[group['lr'] for group in opt.param_groups], or make the optimizer with "
+            f"covered layers and the fallback optimizer now have the same learning rate {covered[0]:g}, but were made with rates a factor "
+            f"of {ratio:g} apart: a scheduler's single max_lr (OneCycleLR, CyclicLR, SWALR) sets all groups to one value. Give it one for "
+            f"each of the {len(groups)} groups, max_lr=[group['lr'] for group in opt.param_groups], or make the optimizer with "
             f'rest={{"name": "adamw", "lr": ...}} as you mean it.'
         )
 

@@ -41,7 +41,8 @@ class Engine:
             raise ValueError(f"ema is the decay m of the moving averages: it must be in [0, 1), got {ema}.")
         self.schedule, self.ema, self.process_group = schedule, ema, process_group
         self.wrapper, self.model = model, unwrapped(model)
-        layers, self.rest = covered_layers(self.model, tuple(exclude), owned)
+        self.exclude = tuple(exclude)
+        layers, self.rest = covered_layers(self.model, self.exclude, owned)
         check_coverable(self.model, layers, self.rest)
         self.estimator = estimator(layers[0].weight.device)
         self.blocks = [Block(same, {key: MovingAverage() for key in self.estimator.moments}) for same in by_matrix(layers)]
@@ -57,7 +58,7 @@ class Engine:
         self._recording: Receiver | None = None
         self._sharded = any(distributed.is_sharded(block.weight) for block in self.blocks)
         self._bypass: dict[Block, Bypass] = {}
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         self._warned: set[str] = set()
 
     @property
@@ -148,6 +149,12 @@ class Engine:
             return block.inverse is None or self.estimator.leaves_plain(block)
         return not self.step.spent(block)  # assigned by hand, from passes that no tap has seen
 
+    def start(self) -> list[Block]:
+        """First inverses from what the step in the making has brought so far; the blocks that it has reached."""
+        ledgers = self.step.settle()
+        self._start({block: ledger for block, ledger in ledgers.items() if block.inverse is None})
+        return list(ledgers)
+
     def _start(self, ledgers: Mapping[Block, Ledger | None]) -> None:
         """First inverses, from what this step has brought."""
         new = {block: ledger for block, ledger in ledgers.items() if block.moments}
@@ -208,11 +215,12 @@ class Engine:
         """Average the statistics over the process group; see ``foof.optim.sharing``. Alone: nothing."""
         if _torch.joins_uneven_inputs(self.wrapper):
             raise RuntimeError(
-                "inside DistributedDataParallel's join() ranks that have run out of data do not take part in averaging the statistics: give "
-                "all ranks equally many batches (DistributedSampler pads), and leave join() out."
+                "inside DistributedDataParallel's join() ranks that have run out of data do not take part in averaging the statistics: "
+                "give all ranks equally many batches (DistributedSampler pads), and leave join() out."
             )
         sharing.synchronise(self.blocks, set(), self.process_group, self.estimator)
 
+    @exact
     def _invert(self, blocks: list[Block]) -> None:
         """New inverses from the averages as they are, where those or the damping have changed."""
         if distributed.group_of(self.process_group) is None:
@@ -223,6 +231,7 @@ class Engine:
             block.made_of = made_of(block)
             self.estimator.adopt(block, old[block])
 
+    @exact
     def _fold(self, seen: Seen) -> None:
         """Fold what was gathered into the moving averages; a batch with NaN or inf is left out, with a warning."""
         due = [(block, key, gathered) for block, by_key in seen.items() for key, gathered in by_key.items() if gathered]
@@ -246,8 +255,9 @@ class Engine:
             bypass.remove()
             bypass.found = False
         if found:
-            self.warn(f"{', '.join(found[:5])}: part of the gradient does not come through forward() (a penalty on the weight, or a use of it "
-                      "elsewhere). After the first step that part is not preconditioned; exclude=[...] leaves a layer to the fallback optimizer.")
+            self.warn(f"{', '.join(found[:5])}: part of the gradient does not come through forward() (a penalty on the weight, or a use "
+                      "of it elsewhere). After the first step that part is not preconditioned; exclude=[...] leaves a layer to the "
+                      "fallback optimizer.")
 
     def warn(self, message: str, once: bool | str = False) -> None:
         """``once``: not if this has been said, or anything else of the kind it names. The warning points at the caller's line."""
@@ -266,13 +276,14 @@ class Engine:
         """
         if isinstance(batches, (Tensor, Mapping)):
             raise TypeError("initialise takes an iterable of batches, and this is one batch: write initialise([batch]).")
-        number = -1
+        any_batch = False
         with buffers_kept(self.model), random_numbers_kept(self.device):
-            for number, batch in enumerate(batches):
+            for batch in batches:
+                any_batch = True
                 self._fold(self.estimator.see(self, self.model, batch))
         self.synchronise()
         missing = [block.name for block in self.blocks if not block.known]
-        if number < 0 and len(missing) == len(self.blocks):
+        if not any_batch and len(missing) == len(self.blocks):
             raise ValueError("initialise needs at least one batch of inputs, got none.")
         if missing:
             self.warn(f"initialise saw nothing of {', '.join(missing)}: these start from the first training batch.")
@@ -308,7 +319,7 @@ class Engine:
             self.drop()
             zero_grad(*args, **kwargs)
 
-        self._handles += [
+        self.handles += [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(lambda *_: self.commit()),
             Replaced(optimizer, "zero_grad", drop_and_zero),
@@ -318,9 +329,9 @@ class Engine:
 
     def remove(self) -> None:
         """Take every hook off the model and the optimizer: gradients are plain again."""
-        for handle in [*self.taps, *self._handles, *self._bypass.values(), self.step]:
+        for handle in [*self.taps, *self.handles, *self._bypass.values(), self.step]:
             handle.remove()
-        self.taps, self._handles, self._bypass = [], [], {}
+        self.taps, self.handles, self._bypass = [], [], {}
 
 
 class Replaced:

@@ -21,7 +21,7 @@ from foof.likelihood import Labels, Likelihood, make_generator, restore
 from foof.optim.block import Block
 from foof.optim.step import Ledger, Step
 from foof.passes import call_model
-from foof.statistics import EACH_ROW, Gathered
+from foof.statistics import EACH_ROW, Gathered, Schedule
 from foof.tap import Receiver, Visit, inputs_seen
 
 Seen = dict[Block, dict[str, Gathered]]
@@ -30,8 +30,9 @@ Seen = dict[Block, dict[str, Gathered]]
 class Host(Protocol):
     """What an estimator may ask of the engine it works for."""
 
-    @property
-    def blocks(self) -> list[Block]: ...
+    blocks: list[Block]
+    schedule: Schedule
+
     def recording(self, receiver: Receiver) -> AbstractContextManager[None]:
         """Until the context ends, passes go to this receiver and are not part of any step."""
 
@@ -228,7 +229,7 @@ class FisherRows:
 class FisherPasses:
     """A receiver of the Fisher's own backward passes: leaves with every call what it has recorded there."""
 
-    mask = None
+    mask: Tensor | None = None
 
     def __init__(self, settings: FisherSettings, batch: int, note: Callable[[FisherPasses], FisherRows]) -> None:
         self.settings, self.batch, self._note = settings, batch, note
@@ -253,7 +254,8 @@ class KroneckerFisher(Estimator):
     moments: tuple[str, ...] = ("Sigma", "Sigma_E")
     note: type[FisherRows] = FisherRows
 
-    def __init__(self, settings: FisherSettings, kind: KroneckerKind, generator: torch.Generator | int | None, device: torch.device) -> None:
+    def __init__(self, settings: FisherSettings, kind: KroneckerKind, generator: torch.Generator | int | None,
+                 device: torch.device) -> None:  # fmt: skip
         self.settings, self.kind = settings, kind
         self.plain = not kind.linear
         self.generator = make_generator(generator, device)

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from foof._torch import foreach_add_, foreach_mul_
 from foof.linalg import damped_inverse, eigh
 
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # K. Jordan's: the steepest slope at zero that keeps singular values near one
@@ -21,12 +22,12 @@ POWERS = (-1.0, -0.5)
 def descend(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
     """``v ← μ v + g;  w ← (1 - lr·decay) w - lr·v``, in place; without momentum v = g."""
     if momentum:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, gradients)
+        foreach_mul_(buffers, momentum)
+        foreach_add_(buffers, gradients)
         gradients = buffers
     if weight_decay:
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_add_(params, gradients, alpha=-lr)
+        foreach_mul_(params, 1 - lr * weight_decay)
+    foreach_add_(params, gradients, alpha=-lr)
 
 
 # --- Neurons ---------------------------------------------------------------------------------------------------------------------
