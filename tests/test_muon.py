@@ -192,7 +192,7 @@ def test_the_output_layer_is_found_or_named():
     assert len(foof.Muon(nn.Linear(3, 4), head=[]).preconditioner.blocks) == 1
 
 
-def test_a_convolution_and_a_gpt2_layer_are_matrices_too():
+def test_convolutions_are_orthogonalised_as_matrices():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Conv2d(4, 6, 2), nn.Flatten(), nn.Linear(54, 3)).double()
     before = [p.detach().clone() for p in net.parameters()]
@@ -204,6 +204,56 @@ def test_a_convolution_and_a_gpt2_layer_are_matrices_too():
     for moved in (*grouped.reshape(2, 2, 9), plain.reshape(6, 16)):
         singular = torch.linalg.svdvals(moved) / 0.1
         assert 0.5 < singular.min() <= singular.max() < 1.3  # orthogonal, up to what five steps of Newton-Schulz leave
+
+
+@pytest.mark.parametrize("kind", [foof.Muon, foof.AdamW])
+def test_a_weight_stored_transposed_moves_as_one_that_is_not(kind):
+    """``Conv1D`` of transformers' GPT-2."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    usual = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    stored = nn.Sequential(conv1d(8, 5), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        stored[0].weight.copy_(usual[0].weight.T)
+        stored[0].bias.copy_(usual[0].bias)
+    stored[2].load_state_dict(usual[2].state_dict())
+    for net in (usual, stored):
+        opt = kind(net, T=2, S=1)
+        for t in range(5):
+            x = torch.randn(20, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(t))
+            opt.zero_grad()
+            net(x).square().mean().backward()
+            opt.step()
+    assert equal([usual[0].weight.T, *list(usual.parameters())[1:]], list(stored.parameters()))
+
+
+@pytest.mark.parametrize("kind", [foof.Muon, foof.AdamW])
+def test_it_ascends_where_asked(kind):
+    found = []
+    for sign, maximize in ((1, False), (-1, True)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        opt = kind(net, weight_decay=0.1, maximize=maximize)
+        for t in range(3):
+            opt.zero_grad()
+            x = torch.randn(20, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(t))
+            (sign * net(x).square().mean()).backward()
+            opt.step()
+        found.append(list(net.parameters()))
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("kind", [foof.Muon, foof.AdamW])
+def test_bfloat16_weights_keep_wide_statistics(kind):
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16()
+    before = [p.detach().clone() for p in net.parameters()]
+    opt = kind(net, T=2, S=1)
+    for _ in range(4):
+        opt.zero_grad()
+        net(torch.randn(20, 5, dtype=torch.bfloat16)).square().mean().backward()
+        opt.step()
+    assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    assert all(moment["Sigma"].dtype == torch.float32 for moment in opt.second_moments().values())
 
 
 @pytest.mark.parametrize(("options", "message"), [

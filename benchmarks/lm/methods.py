@@ -112,6 +112,8 @@ METHODS: dict[str, Method] = {
     "Muon on neurons": muon(),
     "Muon, head in the eigenbasis": muon_with_head(nowhere),
     "Muon on neurons, head in the eigenbasis": muon_with_head(everywhere),
+    "foof.Muon": Method(lambda model, lr, size: [foof.Muon(model, lr, weight_decay=DECAY)], MUON_LRS),  # the library's, T = 32
+    "foof.AdamW": Method(lambda model, lr, size: [foof.AdamW(model, lr, weight_decay=DECAY)], ADAM_LRS),
     "FOOF": Method(foof_, (0.03, 0.1, 0.3)),
     "SOAP": Method(soap, ADAM_LRS),
     "Shampoo": Method(shampoo, ADAM_LRS),
