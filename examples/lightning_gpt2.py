@@ -33,7 +33,7 @@ def gpt2(vocabulary: int) -> GPT2LMHeadModel:
 
 
 def on_neurons(name: str, model: torch.nn.Module) -> Any:
-    """FOOF, AdamW on neuron gradients, or Muon on neurons. The loss is a mean over tokens, Σ a sum over them: see "Choosing" in the docs."""
+    """FOOF, AdamW on neuron gradients, Muon on neurons. The loss is a mean over tokens, Σ a sum over them: see "Choosing" in the docs."""
     if name == "muon":  # for the matrices inside; embeddings, norms and biases by AdamW
         return foof.Muon(model, lr=0.02, T=5)
     damping = 0.1 * LENGTH

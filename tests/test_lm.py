@@ -23,7 +23,7 @@ def lm(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "RECORDS", tmp_path / "records.jsonl")
     yield run
     for name in set(sys.modules) - before:
-        if name in ("run", "data", "methods", "model", "neurons"):
+        if name in ("run", "data", "methods", "model", "neurons", "results"):
             del sys.modules[name]
 
 
@@ -59,8 +59,8 @@ def test_the_rule_for_a_win(lm, gains, wins):
             record = {"method": method, "size": "small", "steps": 1000, "lr": 0.02, "seed": seed, "validation": loss, "seconds": 1.0}
             with lm.RECORDS.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-    verdict = list(lm.table("small"))[-1]
-    assert verdict.endswith("below") == wins
+    verdict = list(lm.verdicts("small", lm.RECORDS))[-1]
+    assert verdict.endswith("below, by the rule.") == wins
     assert f"{len(gains)} seeds" in verdict
 
 
