@@ -50,14 +50,14 @@ class InputBasis(InputMoments):
     def invert(self, block: Block, T: int) -> Eigenbasis:  # type: ignore[override]
         Sigma = block.moments["Sigma"].value
         assert Sigma is not None
-        return Eigenbasis(eigh(Sigma)[1])
+        return Eigenbasis(eigh(Sigma)[1].contiguous())  # as after a checkpoint: another layout would round differently
 
     def inverse_from(self, state: dict[str, Any]) -> Eigenbasis:  # type: ignore[override]
         return Eigenbasis.from_state_dict(state)
 
     def adopt(self, block: Block, old: Eigenbasis | None) -> None:
-        state = self.state_of(block.weight)
-        if state:
+        state, same = self.state_of(block.weight), old is not None and torch.equal(old.U, block.inverse.U)  # refreshed after a checkpoint
+        if state and not same:  # UᵀU is the identity up to rounding only
             with joined(block, state) as (first, second):
                 carry_moments(first, second, None if old is None else old.U, block.inverse.U)
 

@@ -55,7 +55,7 @@ class InputsForMomentum(InputMoments):
     def invert(self, block: Block, T: int) -> RelativeInverse:  # type: ignore[override]
         Sigma = block.moments["Sigma"].value
         assert Sigma is not None
-        return RelativeInverse(relative_inverse(Sigma, float(block.damping.value), self.power, block.name))
+        return RelativeInverse(relative_inverse(Sigma, float(block.damping.value), self.power, block.name).contiguous())
 
     def inverse_from(self, state: dict[str, Any]) -> RelativeInverse:  # type: ignore[override]
         return RelativeInverse.from_state_dict(state)
