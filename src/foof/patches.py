@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +27,7 @@ from torch import Tensor
 from foof.layers import Conv
 from foof.statistics import wide
 
-
-AT_A_TIME = 2**23  # numbers in the patches that are in memory at once
+AT_A_TIME = 2**20  # numbers to cut out at once: little memory, and sums of sums round less than one long sum
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ def second_moment(layer: Conv, x: Tensor, subset: Subset | None = None) -> Tenso
     Of a subset of the rows it is an estimate: scaled by how many there are over how many were looked at.
     """
     subset = subset or Subset()
-    with torch.autocast(x.device.type, enabled=False), as_precise_as_a_product(x.device):
+    with torch.autocast(x.device.type, enabled=False), full_precision(x.device):
         x = layer._batched(x.detach())
         datapoints, every = len(x), subset.datapoints
         x = x[subset.shift % max(1, min(every, datapoints)) :: every]
         axes = axes_of(layer, x, subset)
         X = layer._pad(x.to(wide(x.dtype)))
-        how = without_patches if cheaper_without_patches(X, layer.groups, axes) else by_patches
+        how = without_patches if cheaper_without_patches(X, axes, layer.groups) else by_patches
         moment = X.new_zeros(layer.groups, layer.m, layer.m)
         how(X, axes, moment)
         looked_at = len(x) * math.prod(axis.R for axis in axes)
@@ -146,7 +145,7 @@ def by_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
     """
     groups, C = len(moment), X.shape[1] // len(moment)
     rows, m = math.prod(axis.R for axis in axes), C * math.prod(axis.k for axis in axes)
-    for part in X.split(max(1, AT_A_TIME // (rows * groups * m))):
+    for part in X.split(max(1, 8 * AT_A_TIME // (rows * groups * m))):
         for i, axis in enumerate(axes):
             extent = axis.d * (axis.k - 1) + 1
             part = part.narrow(2 + i, axis.start, axis.s * (axis.R - 1) + extent).unfold(2 + i, extent, axis.s)[..., :: axis.d]
@@ -162,20 +161,24 @@ def without_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
     groups, C = len(moment), X.shape[1] // len(moment)
     kernel, D = [axis.k for axis in axes], len(axes)
     m = C * math.prod(kernel)
+    biased = moment.shape[-1] > m
     M, sums = X.new_zeros(*kernel, *kernel, groups, C, C), X.new_zeros(*kernel, groups, C)
     for box in _boxes(axes):
-        inside = X[(..., *[span.own for span in box])]
-        K, total = _correlations(X, inside, box, axes, groups), inside.sum((0, *range(2, 2 + D))).view(groups, C)
+        inside = _cut(X, [span.own for span in box])
+        K = _correlations(X, inside, box, axes, groups)
+        total = inside.sum((0, *range(2, 2 + D))).view(groups, C) if biased else None
         for u in itertools.product(*[span.offsets for span in box]):
             both = [_overlap(v, span.differences, axis.k) for v, span, axis in zip(u, box, axes, strict=True)]
             M[u][tuple(there for there, _ in both)] += K[tuple(delta for _, delta in both)]
-            sums[u] += total
-    for u, v in itertools.combinations(range(kernel[0]), 2):  # the other half: M[u', u] = M[u, u']ᵀ
-        M[v].select(D - 1, u).copy_(M[u].select(D - 1, v).permute(*range(D - 1, 2 * D - 2), *range(D - 1), 2 * D - 2, 2 * D, 2 * D - 1))
+            if total is not None:
+                sums[u] += total
+    swapped = (*range(D - 1, 2 * D - 2), *range(D - 1), 2 * D - 2, 2 * D, 2 * D - 1)
+    for first, second in itertools.combinations(range(kernel[0]), 2):  # the other half: M[u', u] = M[u, u']ᵀ
+        M[second].select(D - 1, first).copy_(M[first].select(D - 1, second).permute(swapped))
     # (*u, *u', G, C, C) to (G, C, *u, C, *u')
     M = M.permute(2 * D, 2 * D + 1, *range(D), 2 * D + 2, *range(D, 2 * D))
     moment[:, :m, :m].unflatten(2, (C, *kernel)).unflatten(1, (C, *kernel)).add_(M)
-    if moment.shape[-1] > m:
+    if biased:
         moment[:, m, :m] += sums.permute(D, D + 1, *range(D)).flatten(1)
 
 
@@ -188,14 +191,19 @@ def _correlations(X: Tensor, inside: Tensor, box: tuple[Span, ...], axes: list[A
 
     The weight gradient of a convolution from the positions ``p + d·δ`` to the positions p, which are its locations.
     """
-    seen = X[(..., *[span.seen(axis.d) for span, axis in zip(box, axes, strict=True)])]
+    seen = _cut(X, [span.seen(axis.d) for span, axis in zip(box, axes, strict=True)])
     C, D = X.shape[1] // groups, len(axes)
-    shape_only = X.new_empty(()).expand(groups * C, C, *[len(span.differences) for span in box])
-    K: Tensor = torch.ops.aten.convolution_backward(
-        inside, seen, shape_only, None, [axis.s for axis in axes], [0] * D, [axis.d for axis in axes], False, [0] * D, groups,
-        [False, True, False],
-    )[1]  # fmt: skip
+    K = X.new_zeros(groups * C, C, *[len(span.differences) for span in box])
+    few = max(1, AT_A_TIME // seen[:1].numel())
+    for e, x in zip(inside.split(few), seen.split(few), strict=True):
+        K += torch.ops.aten.convolution_backward(
+            e, x, K, None, [axis.s for axis in axes], [0] * D, [axis.d for axis in axes], False, [0] * D, groups, [False, True, False]
+        )[1]
     return K.unflatten(0, (groups, C)).permute(*range(3, 3 + D), 0, 1, 2)
+
+
+def _cut(X: Tensor, slices: list[slice]) -> Tensor:
+    return X[(slice(None), slice(None), *slices)]
 
 
 def _overlap(u: int, differences: range, k: int) -> tuple[slice, slice]:
@@ -209,13 +217,31 @@ def _within(positions: range, data: range) -> range:
     return positions[-(-before // positions.step) : len(positions) + -after // positions.step]
 
 
-def cheaper_without_patches(X: Tensor, groups: int, axes: list[Axis]) -> bool:
-    return True
+def cheaper_without_patches(X: Tensor, axes: list[Axis], groups: int) -> bool:
+    """The estimated cost of each way, in multiplications of a large matrix product.
+
+    The weights were fitted to times of 28 convolutions on a CPU in float32: what it costs to copy a number of a patch; to call a weight
+    gradient, to copy a number for it, and to put a number of the second moment in its place.
+    """
+    C, N = X.shape[1], len(X)
+    m, rows = C // groups * math.prod(axis.k for axis in axes), N * math.prod(axis.R for axis in axes)
+    with_patches = rows * groups * m * (m + 100)
+    without = 300.0 * groups * m * m
+    for box in _boxes(axes):
+        inside = N * math.prod(len(span.positions) for span in box)
+        seen = N * math.prod(span.seen(axis.d).stop - span.seen(axis.d).start for span, axis in zip(box, axes, strict=True))
+        without += 15e6 + 30 * C * (inside + seen) + inside * C * (C // groups) * math.prod(len(span.differences) for span in box)
+    return without < with_patches
 
 
-def as_precise_as_a_product(device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU convolutions may round to TF32 where matrix products do not: as these do, then."""
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """On a GPU convolutions round to TF32 unless told otherwise; matrix products do not."""
     if device.type != "cuda":
-        return nullcontext()
-    cudnn = torch.backends.cudnn
-    return cudnn.flags(cudnn.enabled, cudnn.benchmark, None, cudnn.deterministic, torch.backends.cuda.matmul.allow_tf32)
+        yield
+        return
+    allowed, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
