@@ -199,7 +199,7 @@ def _correlations(X: Tensor, inside: Tensor, box: tuple[Span, ...], axes: list[A
         K += torch.ops.aten.convolution_backward(
             e, x, K, None, [axis.s for axis in axes], [0] * D, [axis.d for axis in axes], False, [0] * D, groups, [False, True, False]
         )[1]
-    return K.unflatten(0, (groups, C)).permute(*range(3, 3 + D), 0, 1, 2)
+    return K.unflatten(0, (groups, C)).permute(*range(3, 3 + D), 0, 1, 2).contiguous()
 
 
 def _cut(X: Tensor, slices: list[slice]) -> Tensor:
