@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor, nn
@@ -352,8 +352,9 @@ class Twin:
             self.rest = torch_optimizer(method.over, list(model.parameters()), s)
         self.landed: dict[Matrix, Pending] = {}  # by backward()
         self.captured: dict[Matrix, Pending] = {}  # by autograd.grad()
-        self.fisher: Tensor | None = None  # the natural gradient's
-        self.next_fisher: Tensor | None = None
+        self.fisher: Tensor | None = None  # the natural gradient's (P, P), over the covered parameters
+        self.next_fisher: Tensor | None = None  # pending, like anything else
+        self.fisher_used = False  # has a backward pass followed it?
         self._calls: list[Call] | None = None
         for matrix in self.matrices:
             for module in matrix.modules:
@@ -415,12 +416,13 @@ class Twin:
     def differentiate(self, graph: Graph, share: float, pending: dict[Matrix, Pending]) -> dict[nn.Parameter, Tensor]:
         """What a pass returns for every parameter, and what it leaves in ``pending``."""
         plain, answer = self.gradients(graph, share)
+        self.fisher_used |= pending is self.landed and self.next_fisher is not None
         for matrix, G in plain.items():
             mine = pending.setdefault(matrix, Pending())
             self._observe(mine, matrix, graph)
-            if matrix.inverse is None and mine.inverse is None and self.partner(matrix):
+            if matrix.inverse is None and mine.inverse is None and self.moments and self.partner(matrix):
                 mine.inverse = self._first_inverse(matrix, mine)
-            inverse = matrix.inverse or mine.inverse
+            inverse = matrix.inverse or mine.inverse  # the natural gradient has none: it is solved for when the step is taken
             mine.raw |= inverse is None
             for p, g in zip(matrix.parameters, matrix.shaped(G if mine.raw else inverse(G)), strict=True):
                 answer[p] = answer[p] + g if p in answer else g
@@ -453,6 +455,39 @@ class Twin:
         if wanted and self.method.kind in ("heuristic", "standard"):
             found = self.estimate(graph.twin_out, graph.y, graph.calls)
             graph.estimates.append({matrix: seen for matrix, seen in found.items() if matrix in wanted})
+        if self.method.kind == "natural" and (self.fisher is None or self.t % self.setting.T == 0) and not self.fisher_used:
+            self.next_fisher = self.dense_fisher(graph.twin_out, graph.y)
+
+    def dense_fisher(self, out: Tensor, y: Tensor) -> Tensor | None:
+        """``1/N Σ_i Σ_k g gᵀ`` with g the gradient of datapoint i's loss for its k-th output error; by blocks, if that is asked for."""
+        if not out.isfinite().all():
+            return self.next_fisher
+        P, trained = sum(p.numel() for p in self.covered), [p for p in self.covered if p.requires_grad]
+        F = torch.zeros(P, P, dtype=torch.float64)
+        for s in self.errors(out, y):
+            for i in range(len(out)):
+                alone = torch.zeros_like(s)
+                alone[i] = s[i]
+                found = torch.autograd.grad(out, trained, alone, retain_graph=True, allow_unused=True)
+                of = dict(zip(trained, found, strict=True))
+                g = torch.cat([torch.zeros(p.numel()).double() if of.get(p) is None else of[p].flatten() for p in self.covered])
+                F += torch.outer(g, g) / len(out)
+        if self.method.by_layer:
+            owner = torch.cat([torch.full((p.numel(),), self._owner(p)) for p in self.covered])
+            F = F * (owner.unsqueeze(0) == owner.unsqueeze(1))
+        return F
+
+    def _owner(self, p: nn.Parameter) -> int:
+        return next(number for number, matrix in enumerate(self.matrices) if any(p is mine for mine in matrix.parameters))
+
+    def _solve(self) -> None:
+        """``(F + λI)⁻¹ g`` in place of g, all layers at once."""
+        assert self.fisher is not None
+        g = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.covered])
+        natural = torch.linalg.solve(self.fisher + self.damping * torch.eye(len(g), dtype=g.dtype), g)
+        for p, part in zip(self.covered, natural.split([p.numel() for p in self.covered]), strict=True):
+            if p.grad is not None:
+                p.grad = part.reshape(p.shape)
 
     def errors(self, out: Tensor, y: Tensor) -> list[Tensor]:
         """The output errors, one per backward pass."""
@@ -503,7 +538,7 @@ class Twin:
         return None if any(value is None for value in values.values()) else self.invert(matrix, values)
 
     def known(self, matrix: Matrix) -> bool:
-        return all(average.value is not None for average in matrix.averages.values())
+        return bool(self.moments) and all(average.value is not None for average in matrix.averages.values())
 
     def ready(self) -> dict[Matrix, Pending]:
         """What the step at hand is made of."""
@@ -516,6 +551,9 @@ class Twin:
 
     def unseen(self) -> list[str]:
         """Matrices with a gradient, but without any statistics to precondition it with. (Where no row came by, the gradient is zero.)"""
+        if not self.moments:
+            lacking = self.fisher is None and self.next_fisher is None
+            return [matrix.name for matrix in self.matrices if lacking and matrix.modules[0].weight.grad is not None]
         return [
             matrix.name
             for matrix, mine in self.ready().items()
@@ -526,7 +564,10 @@ class Twin:
 
     def step(self) -> None:
         ready = self.ready()
-        for matrix, mine in ready.items():
+        if ready and not self.moments:
+            self.fisher = self.fisher if self.next_fisher is None else self.next_fisher
+            self._solve()
+        for matrix, mine in ready.items() if self.moments else ():
             if matrix.inverse is None:
                 matrix.inverse = mine.inverse or self._first_inverse(matrix, mine)
                 if matrix.inverse is not None:
@@ -542,6 +583,7 @@ class Twin:
                 self._fold(matrix, mine)
             self.t += 1
         self.landed, self.captured = {}, {}
+        self.next_fisher, self.fisher_used = None, False
 
     def _refresh(self) -> None:
         for matrix in self.matrices:
@@ -565,6 +607,14 @@ class Twin:
 
     def drop(self) -> None:
         self.landed, self.captured = {}, {}
+        if self.fisher_used:
+            self.next_fisher, self.fisher_used = None, False
+
+    def resume(self) -> None:
+        """What a checkpoint does not hold: all that is pending, and a Fisher that is due to be replaced."""
+        self.landed, self.captured, self.next_fisher, self.fisher_used = {}, {}, None, False
+        if self.t % self.setting.T == 0:
+            self.fisher = None
 
     def initialise(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """From forward passes: the inputs of frozen layers, too. The Fisher has no errors for those."""
@@ -750,7 +800,7 @@ class Loop:
         for p, requires_grad in zip(self.model.parameters(), frozen, strict=True):
             p.requires_grad_(requires_grad)
         self.twin.model.zero_grad()
-        self.twin.drop()
+        self.twin.resume()
         self.graphs = []
 
     def initialise(self, seeds: list[int], size: int) -> None:
@@ -927,7 +977,7 @@ def run(method: str, loops: int, cases: list[str] | None = None, **options: Any)
     quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     chosen = settings(
         max_examples=loops, stateful_step_count=40, deadline=None, database=None, suppress_health_check=quiet,
-        **{"derandomize": True, **options},
+        **{"derandomize": True, "phases": [Phase.generate, Phase.shrink], **options},
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
