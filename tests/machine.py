@@ -66,18 +66,18 @@ class Shared(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Two experts, each for the datapoints on its side; the left one is called also with none, the right one is not."""
+    """Two experts, each for the datapoints far out on its side; the left one is called also with none, the right one is not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        side = x[:, 0] > 0.5
+        left, right = x[:, 0] < -0.5, x[:, 0] > 1
         h = x.clone()
-        h[~side] = self.left(x[~side])
-        if side.any():
-            h[side] = self.right(x[side])
+        h[left] = self.left(x[left])
+        if right.any():
+            h[right] = self.right(x[right])
         return self.head(h.tanh())
 
 
@@ -420,8 +420,8 @@ class Twin:
         for matrix, G in plain.items():
             mine = pending.setdefault(matrix, Pending())
             self._observe(mine, matrix, graph)
-            if matrix.inverse is None and mine.inverse is None and self.moments and self.partner(matrix):
-                mine.inverse = self._first_inverse(matrix, mine)
+            if matrix.inverse is None and mine.inverse is None and self.moments and pending is self.landed and self.partner(matrix):
+                mine.inverse = self._first_inverse(matrix, mine)  # two matrices' gradients cannot be told apart later
             inverse = matrix.inverse or mine.inverse  # the natural gradient has none: it is solved for when the step is taken
             mine.raw |= inverse is None
             for p, g in zip(matrix.parameters, matrix.shaped(G if mine.raw else inverse(G)), strict=True):
@@ -552,13 +552,12 @@ class Twin:
     def unseen(self) -> list[str]:
         """Matrices with a gradient, but without any statistics to precondition it with. (Where no row came by, the gradient is zero.)"""
         if not self.moments:
-            lacking = self.fisher is None and self.next_fisher is None
-            return [matrix.name for matrix in self.matrices if lacking and matrix.modules[0].weight.grad is not None]
+            return [matrix.name for matrix in self.ready()] if self.fisher is None and self.next_fisher is None else []
         return [
             matrix.name
             for matrix, mine in self.ready().items()
             if matrix.inverse is None
-            and (mine.inverse or self._first_inverse(matrix, mine)) is None
+            and self._first_inverse(matrix, mine) is None
             and bool((matrix.modules[0].weight.grad != 0).any())
         ]
 
@@ -569,7 +568,7 @@ class Twin:
             self._solve()
         for matrix, mine in ready.items() if self.moments else ():
             if matrix.inverse is None:
-                matrix.inverse = mine.inverse or self._first_inverse(matrix, mine)
+                matrix.inverse = self._first_inverse(matrix, mine)
                 if matrix.inverse is not None:
                     self._fold(matrix, mine)
             if mine.raw and matrix.inverse is not None:
@@ -721,6 +720,11 @@ class Loop:
             if assign:
                 mine.grad, other.grad = answer.get(id(mine)), theirs.get(other)
 
+    @property
+    def may_assign(self) -> bool:
+        """On a first step the plain gradient of a weight with two matrices (tied) is a sum that nobody can take apart."""
+        return all(matrix.inverse is not None or not self.twin.partner(matrix) for matrix in self.twin.matrices)
+
     def evaluate(self, seed: int, size: int) -> None:
         x, _ = self.case.batch(seed, size)
         with torch.no_grad():
@@ -757,6 +761,8 @@ class Loop:
             except (ValueError, RuntimeError):
                 return  # and nothing has changed
             raise Mismatch(f"a step without statistics of {', '.join(self.twin.unseen())} was taken.")
+        if self.method.kind == "natural" and self.twin.fisher is None and not self.twin.ready():
+            return  # with zeroed gradients and no Fisher: refused or not, it does not matter
         self.opt.step()
         self.twin.step()
         self.graphs = []  # their weights have changed
@@ -831,7 +837,7 @@ def agree(what: str, ours: Tensor | None, theirs: Tensor | None) -> None:
 # --- loops drawn by hypothesis --------------------------------------------------------------------------------------------------
 
 SEEDS, SIZES = st.integers(0, 99), st.integers(1, 4)
-WHICH = st.integers(0, 2)
+WHICH, WHOSE = st.integers(0, 2), st.sampled_from(["optimizer", "model"])
 
 
 def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedStateMachine]:
@@ -858,43 +864,63 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
 
         # Whole steps, as people write them.
 
-        @rule(seed=SEEDS, size=SIZES, parts=st.integers(1, 2), late=st.booleans(), clip=st.booleans())
-        def train(self, seed: int, size: int, parts: int, late: bool, clip: bool) -> None:
+        @rule(seed=SEEDS, size=SIZES, parts=st.integers(1, 2), late=st.booleans(), whose=WHOSE, clip=st.booleans())
+        def train(self, seed: int, size: int, parts: int, late: bool, whose: str, clip: bool) -> None:
+            """``late``: gradients are zeroed between the first forward and backward pass."""
             loop = self.loop
             if not late:
-                loop.zero_grad()
+                loop.zero_grad(whose)
             graphs = [loop.forward(seed + part, size + part) for part in range(parts)]
             for number, graph in enumerate(graphs):
                 loop.update_curvature(graph)
                 if late and number == 0:
-                    loop.zero_grad()
+                    loop.zero_grad(whose)
                 loop.backward(graph, 1 / parts)
             if clip:
                 loop.clip(0.1)
             loop.step()
             loop.check()
 
-        @rule(seed=SEEDS, size=SIZES, estimates=st.booleans(), backwards=st.booleans(), poison=st.booleans(), whose=st.booleans())
-        def skip(self, seed: int, size: int, estimates: bool, backwards: bool, poison: bool, whose: bool) -> None:
-            """A batch that is not trained on after all."""
+        @rule(seed=SEEDS, size=SIZES, estimate=st.booleans(), whose=WHOSE, early=st.booleans())
+        def train_on_one_batch(self, seed: int, size: int, estimate: bool, whose: str, early: bool) -> None:
+            """Gradients are zeroed after the step, or ``early``, before the forward pass."""
             loop = self.loop
-            loop.zero_grad()
-            graph = loop.forward(seed, size, poison)
-            if estimates:
+            if early:
+                loop.zero_grad(whose)
+            graph = loop.forward(seed, size)
+            if estimate:
                 loop.update_curvature(graph)
-            if backwards:
+            loop.backward(graph)
+            loop.step()
+            if not early:
+                loop.zero_grad(whose)
+            loop.check()
+
+        @rule(seed=SEEDS, size=SIZES, estimate=st.booleans(), backward=st.booleans(), poison=st.booleans(), whose=WHOSE, zero=st.booleans())
+        def skip(self, seed: int, size: int, estimate: bool, backward: bool, poison: bool, whose: str, zero: bool) -> None:
+            """A batch that is not trained on after all. ``zero``: before it, too."""
+            loop = self.loop
+            if zero:
+                loop.zero_grad(whose)
+            graph = loop.forward(seed, size, poison)
+            if estimate:
+                loop.update_curvature(graph)
+            if backward:
                 loop.backward(graph)
             else:
                 loop.graphs.remove(graph)
-            loop.zero_grad("model" if whose else "optimizer")
+            loop.zero_grad(whose)
             loop.check()
 
-        # Its parts, in any order.
+        # Their parts, in any order.
 
         @precondition(lambda self: len(self.loop.graphs) < 3)
-        @rule(seed=SEEDS, size=SIZES)
-        def forward(self, seed: int, size: int) -> None:
-            self.loop.forward(seed, size)
+        @rule(seed=SEEDS, size=SIZES, estimate=st.booleans())
+        def forward(self, seed: int, size: int, estimate: bool) -> None:
+            graph = self.loop.forward(seed, size)
+            if estimate:
+                self.loop.update_curvature(graph)
+            self.loop.check()
 
         @precondition(has_graph)
         @rule(which=WHICH)
@@ -911,7 +937,7 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
         @precondition(lambda self: self.loop.graphs and not self.loop.case.graph_only)
         @rule(which=WHICH, assign=st.booleans())
         def autograd_grad(self, which: int, assign: bool) -> None:
-            self.loop.autograd_grad(self.graph(which), assign)
+            self.loop.autograd_grad(self.graph(which), assign and self.loop.may_assign)
             self.loop.check()
 
         @rule()
@@ -919,47 +945,37 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
             self.loop.step()
             self.loop.check()
 
-        @rule(whose=st.sampled_from(["optimizer", "model"]), to_none=st.booleans())
+        @rule(whose=WHOSE, to_none=st.booleans())
         def zero_grad(self, whose: str, to_none: bool) -> None:
             self.loop.zero_grad(whose, to_none or whose == "model")
             self.loop.check()
 
-        @rule(which=WHICH)
-        def forget(self, which: int) -> None:
-            self.loop.forget(which)
-            self.loop.check()
-
         @precondition(lambda self: self.loop.twin.landed)
-        @rule(norm=st.sampled_from([0.1, 1.0]))
-        def clip(self, norm: float) -> None:
-            self.loop.clip(norm)
+        @rule(which=WHICH, norm=st.sampled_from([None, 0.1, 1.0]))
+        def change_gradients(self, which: int, norm: float | None) -> None:
+            """They are clipped, or those of one layer thrown away."""
+            if norm is None:
+                self.loop.forget(which)
+            else:
+                self.loop.clip(norm)
             self.loop.check()
 
         # What else happens during training.
 
-        @rule(seed=SEEDS, size=SIZES)
-        def evaluate(self, seed: int, size: int) -> None:
-            self.loop.evaluate(seed, size)
-            self.loop.check()
-
-        @rule(which=WHICH, frozen=st.booleans())
-        def freeze(self, which: int, frozen: bool) -> None:
-            names = self.loop.case.freezable
-            self.loop.freeze(names[which % len(names)], frozen)
-            self.loop.check()
-
-        @rule(factor=st.sampled_from([0.5, 2.0]))
-        def set_lr(self, factor: float) -> None:
-            self.loop.set_lr(factor)
-
-        @rule(damping=st.sampled_from([0.2, 1.0]))
-        def set_damping(self, damping: float) -> None:
-            self.loop.set_damping(damping)
-
-        @rule()
-        def checkpoint(self) -> None:
-            self.loop.checkpoint()
-            self.loop.check()
+        @rule(what=st.sampled_from(["evaluate", "freeze", "thaw", "lr", "damping", "checkpoint"]), number=SEEDS)
+        def meanwhile(self, what: str, number: int) -> None:
+            loop, layers = self.loop, self.loop.case.freezable
+            if what == "evaluate":
+                loop.evaluate(number, 3)
+            elif what in ("freeze", "thaw"):
+                loop.freeze(layers[number % len(layers)], what == "freeze")
+            elif what == "lr":
+                loop.set_lr((0.5, 2.0)[number % 2])
+            elif what == "damping":
+                loop.set_damping((0.2, 0.5, 1.0)[number % 3])
+            else:
+                loop.checkpoint()
+            loop.check()
 
         if METHODS[method].kind != "natural":
 
