@@ -99,8 +99,8 @@ def test_same_result_whichever_side_is_preconditioned(seed, n, m, rows):
     """``Eᵀ (A P) = (Eᵀ A) P``, and a Cholesky factor does what the inverse does."""
     torch.manual_seed(seed)
     A, E, S = torch.randn(rows, m), torch.randn(rows, n), torch.randn(m, m)
-    inverse = foof.curvature.InputFactor.make(S @ S.mT, 0.1, "S")
-    cholesky = foof.curvature.InputFactor.make(S @ S.mT, 0.1, "S", uses=0)
+    inverse = foof.kronecker.InputInverse.make(S @ S.mT, 0.1, "S")
+    cholesky = foof.kronecker.InputInverse.make(S @ S.mT, 0.1, "S", uses=0)
     assert (inverse.held, cholesky.held) == ("inverse", "cholesky")
     on_gradient = inverse.apply(E.mT @ A)
     assert relative_error(E.mT @ inverse.apply(A), on_gradient) <= 1e-10
@@ -111,8 +111,8 @@ def test_same_result_whichever_side_is_preconditioned(seed, n, m, rows):
 def test_both_sides_are_chosen(rows, monkeypatch):
     """Few rows precondition the activations, many rows the gradient."""
     shapes = []
-    apply = foof.curvature.InputFactor.apply
-    monkeypatch.setattr(foof.curvature.InputFactor, "apply", lambda self, X: shapes.append(X.shape) or apply(self, X))
+    apply = foof.kronecker.InputInverse.apply
+    monkeypatch.setattr(foof.kronecker.InputInverse, "apply", lambda self, X: shapes.append(X.shape) or apply(self, X))
     layer = nn.Linear(6, 10, bias=False)
     opt = foof.FOOF(layer)
     opt.initialise([torch.randn(20, 6)])

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foof.covering import covered_layers
 from foof.gradients import Vectors
 from foof.gram import GramOperator, Precision, by_layer_named
-from foof.layers import Layer, covered_layers
+from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
-from foof.recording import record
+from foof.passes import record
 
 Vector = Tensor | Sequence[Tensor]  # (P,), (P, k), or a list shaped like F.params
 Diagonal = float | Tensor | Sequence[float | Tensor]  # λ, a flat diagonal (P,), or for each parameter a number or a tensor

@@ -26,8 +26,7 @@ from foof.fisher import Diagonal, Fisher
 from foof.gradients import Columns
 from foof.gram import GramOperator, Precision
 from foof.likelihood import Categorical, Gaussian, Labels, Likelihood, likelihood_named
-from foof.recording import buffers_kept, pieces, record
-from foof.tap import call_model
+from foof.passes import buffers_kept, call_model, pieces, record
 
 __all__ = ["Calibration", "ExactPosterior", "KroneckerPosterior", "calibration", "fit", "fit_kronecker"]
 
