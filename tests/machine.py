@@ -606,8 +606,8 @@ class Twin:
 
     def drop(self) -> None:
         self.landed, self.captured = {}, {}
-        if self.fisher_used:
-            self.next_fisher, self.fisher_used = None, False
+        if self.fisher_used:  # the one before it is not kept, for want of memory: a new one has to be made
+            self.fisher, self.next_fisher, self.fisher_used = None, None, False
 
     def resume(self) -> None:
         """What a checkpoint does not hold: all that is pending, and a Fisher that is due to be replaced."""
