@@ -54,12 +54,12 @@ class ExactFisher(Estimator):
         self._block_of: list[Block] = []  # of each parameter
         self._schedule = Schedule(1, 1)
         self._fresh = False  # has F been renewed since the last step?
-        self._used = False  # has a training pass come by since then? Otherwise its batch may have been skipped
-        self._doubtful = False  # zero_grad() came first: is a training pass still to come, or was the batch skipped?
+        self._step: Step | None = None
+        self._followed_by: list[Ledger] = []  # the training passes since then. None: its batch may have been skipped
 
     def tie(self, engine: Engine) -> None:
         """The layers whose Fisher it is, and when it is to be renewed."""
-        self._schedule = engine.schedule
+        self._schedule, self._step = engine.schedule, engine.step
         self.params, self.layers = engine.params, [layer for block in engine.blocks for layer in block.layers]
         owner = {id(p): block for block in engine.blocks for layer in block.layers for p in layer.parameters}
         self._block_of = [owner[id(p)] for p in self.params]
@@ -70,12 +70,18 @@ class ExactFisher(Estimator):
     @property
     def due(self) -> bool:
         """Is a new Fisher wanted for the coming step?"""
-        return self.operator is None or (self._schedule.t % self._schedule.T == 0 and (self._doubtful or not self._fresh))
+        self._forget_skipped()
+        return self.operator is None or (self._schedule.t % self._schedule.T == 0 and not self._fresh)
 
     @property
     def replaceable(self) -> bool:
         """Is it due, or has no training pass followed it yet, so that its batch must have been skipped when another one comes?"""
-        return self.due or (self._fresh and not self._used)
+        return self.due or (self._fresh and not self._followed_by)
+
+    def _forget_skipped(self) -> None:
+        """A Fisher whose training passes have all been thrown away was made for a step not taken; the one before it is gone."""
+        if self._followed_by and self._step is not None and not self._step.holds(self._followed_by):
+            self.operator, self._fresh, self._followed_by = None, False, []
 
     def renew(self, engine: Engine, out: Tensor | None, y: Tensor | None, inputs: Any) -> None:
         """A new Fisher from the outputs of a training forward pass, or from inputs of its own; outputs that are not finite make none."""
@@ -90,7 +96,7 @@ class ExactFisher(Estimator):
             calls, N, K = self._from_outputs(engine, out, y)
         self.operator = self.damped = None  # free the old ones first
         self.operator = GramOperator(self.params, calls, N, K, s.by_layer, s.dtype)
-        self._fresh, self._used, self._doubtful = True, False, False
+        self._fresh, self._followed_by = True, []
 
     def _from_outputs(self, engine: Engine, out: Tensor, y: Tensor | None) -> tuple[list[Call], int, int]:
         recorder = Recorder(engine.model)
@@ -102,8 +108,9 @@ class ExactFisher(Estimator):
         return calls, len(out), len(calls[0].errors)
 
     def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
-        if visit.lands:
-            self._used, self._doubtful = True, False
+        if visit.lands and self._fresh:
+            self._forget_skipped()
+            self._followed_by.append(ledger)
 
     def precision(self) -> Precision:
         """λ of each parameter, from the optimizer's groups."""
@@ -112,6 +119,7 @@ class ExactFisher(Estimator):
     # --- the step -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, host: Host, ledgers: dict[Block, Ledger]) -> None:
+        self._forget_skipped()
         if self.operator is None:
             raise RuntimeError("there is no Fisher yet: call opt.update_curvature(inputs=...), or (out), before step().")
         if ledgers and self._schedule.t % self._schedule.T == 0 and not self._fresh:
@@ -136,21 +144,14 @@ class ExactFisher(Estimator):
                 block.write(block.raw().masked_fill(masked, 0))
 
     def finish(self, host: Host, ledgers: dict[Block, Ledger], due: bool) -> None:
-        self._fresh = False
-
-    def drop(self, step: Step) -> None:
-        """A Fisher that came with gradients now thrown away was made for a step not taken: the next one wants its own."""
-        self._fresh, self._doubtful = self._fresh and not self._used, self._fresh and not self._used
+        self._fresh, self._followed_by = False, []
 
     # --- checkpoints --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """G and its factor are only needed where the next step would still use them."""
-        return {
-            "generator": self.generator.get_state(),
-            "fresh": self._fresh,
-            "operator": None if self.operator is None or self.due else self._operator_state(self.operator),
-        }
+        """G and its factor are only needed where the next step would still use them; those of a step in the making are not kept."""
+        kept = self.operator if not (self.due or self._fresh) else None
+        return {"generator": self.generator.get_state(), "operator": None if kept is None else self._operator_state(kept)}
 
     def _operator_state(self, operator: GramOperator) -> dict[str, Any]:
         position = {id(layer): i for i, layer in enumerate(self.layers)}
@@ -164,7 +165,7 @@ class ExactFisher(Estimator):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         restore(self.generator, state["generator"])
-        self._fresh, saved = bool(state["fresh"]), state["operator"]
+        self._fresh, self._followed_by, saved = bool(state.get("fresh")), [], state["operator"]
         self.damped = None
         self.operator = None if saved is None else self._operator_from(saved)
 
