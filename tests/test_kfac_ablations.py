@@ -8,7 +8,7 @@ from torch import nn
 
 import foof
 from cases import batch, flat, net, step
-from foof import measures
+from foof.study.train import updates
 from oracle import kfac_heuristic, relative_error
 
 # --- ablations ------------------------------------------------------------------------------------------------------------------
@@ -91,12 +91,12 @@ def test_cosine_in_both_inner_products():
     def flat_in(w):
         return torch.cat([(w["a"] @ root).flatten(), (w["b"] * Sigma["b"].sqrt()).flatten()])
 
-    assert measures.cosine(u, u, Sigma) == pytest.approx(1)
-    assert measures.cosine(u, v, Sigma) == pytest.approx(torch.cosine_similarity(flat_in(u), flat_in(v), 0).item(), abs=1e-5)
+    assert updates.cosine(u, u, Sigma) == pytest.approx(1)
+    assert updates.cosine(u, v, Sigma) == pytest.approx(torch.cosine_similarity(flat_in(u), flat_in(v), 0).item(), abs=1e-5)
     plain = [torch.cat([w["a"].flatten(), w["b"].flatten()]) for w in (u, v)]
-    assert measures.cosine(u, v) == pytest.approx(torch.cosine_similarity(*plain, 0).item(), abs=1e-5)
+    assert updates.cosine(u, v) == pytest.approx(torch.cosine_similarity(*plain, 0).item(), abs=1e-5)
     with pytest.raises(ValueError, match="different layers"):
-        measures.cosine(u, {"a": u["a"]})
+        updates.cosine(u, {"a": u["a"]})
 
 
 def test_loss_after_an_update_is_the_loss_after_the_step():
@@ -111,9 +111,9 @@ def test_loss_after_an_update_is_the_loss_after_the_step():
     opt.update_curvature(out)
     start = nn.functional.cross_entropy(out, y)
     start.backward()
-    foretold = measures.loss_after(opt.preconditioner, opt.updates(), 0.05, loss)
+    foretold = updates.loss_after(opt.preconditioner, opt.updates(), 0.05, loss)
     assert torch.equal(flat(model), before)
     opt.step()
     assert foretold == pytest.approx(loss().item(), abs=1e-6)
-    assert 0 < measures.relative_decrease(start.item(), foretold) < 1
-    assert set(measures.second_moments(opt.preconditioner)) == {"0", "2", "4"}
+    assert 0 < updates.relative_decrease(start.item(), foretold) < 1
+    assert set(updates.second_moments(opt.preconditioner)) == {"0", "2", "4"}

@@ -11,19 +11,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foof.study import figures, published, report
-from foof.study.claims import CLAIMS
-from foof.study.drawings import compare
-from foof.study.experiments import chosen, committed, conduct, experiments_of, recall, remembered
-from foof.study.presets import PRESETS
-from foof.study.rules import QUANTITIES, All, Between, Bound, Lower, Similar, Term, decide
-from foof.study.runs import FOOF, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
-from foof.study.setting import Record, Setting
-from foof.study.store import Store
-from foof.study.svg import bars_svg, curves_svg
-from foof.study.toy import toy
-from foof.study.tune import Search, Tuned, look
-from foof.study.verdict import Ruling, Spread, Verdict, lower, of, spread
+from foof.study.paper import published
+from foof.study.paper.claims import CLAIMS
+from foof.study.paper.experiments import chosen, committed, conduct, experiments_of, recall, remembered
+from foof.study.paper.rules import QUANTITIES, All, Between, Bound, Lower, Similar, Term, decide
+from foof.study.paper.searches import FOOF, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
+from foof.study.paper.toy import toy
+from foof.study.paper.verdicts import Ruling, Spread, Verdict, lower, of, spread
+from foof.study.search.grids import Search, Tuned, look
+from foof.study.search.presets import PRESETS
+from foof.study.search.store import Store
+from foof.study.show import plots, report
+from foof.study.show.drawings import compare, draw
+from foof.study.show.svg import bars_svg, curves_svg
+from foof.study.train.setting import Record, Setting
 
 SMOKE, QUICK, PAPER = (PRESETS[name] for name in ("smoke", "quick", "paper"))
 SPEED = {"foof": 0.02, "kfac": 0.05, "natural": 0.2, "adam": 0.2, "sgd": 0.3}  # end losses of the made-up world below
@@ -64,18 +65,18 @@ def test_spread_and_order():
 
 
 def test_smoothing_is_that_of_the_published_curves():
-    assert figures.smooth([1.0, 0.0, 0.0]) == pytest.approx([1.0, 0.9, 0.81])
-    assert figures.smooth([3.0, 2.0], keep=0.0) == [3.0, 2.0]
+    assert plots.smooth([1.0, 0.0, 0.0]) == pytest.approx([1.0, 0.9, 0.81])
+    assert plots.smooth([3.0, 2.0], keep=0.0) == [3.0, 2.0]
 
 
 def test_a_curve_is_the_mean_over_seeds_where_all_still_run():
     def record(seed, loss):
         return Record(Setting(seed=seed), "finished", {"step": list(range(len(loss))), "loss": loss})
 
-    c = figures.curve([record(0, [1.0, 2.0, 9.0]), record(1, [3.0, 2.0])])
+    c = plots.curve([record(0, [1.0, 2.0, 9.0]), record(1, [3.0, 2.0])])
     assert (c.steps, c.mean, c.label, c.seeds) == ([0, 1], [2.0, 2.0], "SGD", 2)
     assert c.high[0] - c.low[0] == pytest.approx(2 * math.sqrt(2))
-    assert figures.curve([record(0, [1.0, 2.0]), record(1, [1.0, math.inf])]).steps == [0]
+    assert plots.curve([record(0, [1.0, 2.0]), record(1, [1.0, math.inf])]).steps == [0]
 
 
 def tuned(label, losses, searched=True, **final):
@@ -237,7 +238,8 @@ def test_a_report_makes_the_best_of_what_is_there(tmp_path):
     assert "foof reproduce fig1a-mnist --preset paper" in text
     assert "ours / published" in text
     smaller = [Verdict(v.id, v.where, v.claim, "", "", Ruling.UNDECIDED) for v in verdicts.values()]
-    found = {line.verdict.id: line.paper for line in report.lines([type(outcomes[0])(outcomes[0].experiment, {}, smaller, [])], outcomes)}
+    small = replace(outcomes[0], found={}, verdicts=smaller)
+    found = {line.verdict.id: line.paper for line in report.lines([small], outcomes)}
     assert found["kfac-vs-sgd"].ruling is Ruling.HOLDS
     assert found["kfac-vs-natural"] is None
 
@@ -303,21 +305,21 @@ def test_the_page_is_whole_and_needs_no_network(page, outcomes):
     assert all(link.startswith("#") and link[1:] in found.ids for link in found.links)
     assert found.sources == ["data:,"]
     specs = re.findall(r'<script type="application/json">(.*?)</script>', text, flags=re.S)
-    assert len(specs) == sum(len(o.drawings) for o in outcomes)
+    assert len(specs) == sum(len(draw(o)) for o in outcomes)
     for spec in specs:
         assert json.loads(spec)["data"]
 
 
 def test_text_from_outside_cannot_break_the_page():
     evil = Verdict("x", "<b>", "</script><script>alert(1)</script>", "1 < 2", "r", Ruling.FAILS)
-    figure = figures.curves_figure([], "</script><script>alert(2)</script>")
+    figure = plots.curves_figure([], "</script><script>alert(2)</script>")
     text = report.render([report.Line(evil)], [report.Section("s", "t", "w", "c", [figure], [], "foof")], {"runs": "0"})
     assert "<script>alert" not in text
     assert "&lt;b&gt;" in text
 
 
 def test_the_svg_is_well_formed():
-    c = figures.Curve("FOOF", [1, 11, 21], [2.0, 0.5, 0.02], [1.9, 0.4, -0.01], [2.1, 0.6, 0.05], 3)
+    c = plots.Curve("FOOF", [1, 11, 21], [2.0, 0.5, 0.02], [1.9, 0.4, -0.01], [2.1, 0.6, 0.05], 3)
     root = ElementTree.fromstring(curves_svg([c], "a < b"))
     assert len(root.findall("{*}polyline")) == 1
     linear = ElementTree.fromstring(curves_svg([c], "b", log=False, published=[c]))
@@ -331,14 +333,14 @@ def test_the_svg_is_well_formed():
 def test_every_figure_is_exported(outcomes, tmp_path):
     written = report.write_svgs(tmp_path, outcomes)
     alone = [path for path in written if not re.fullmatch(r"fig\d", path.stem)]
-    assert len(alone) == sum(bool(o.drawings) for o in outcomes)
+    assert len(alone) == sum(bool(draw(o)) for o in outcomes)
     assert {path.stem: len(ElementTree.parse(path).findall("{*}svg")) for path in written if path not in alone} == {
         "fig1": 4, "fig2": 2, "fig3": 4, "fig4": 3,
     }  # fmt: skip
 
 
 def test_the_toy_figure_shows_both_datapoints():
-    assert [t.name for t in figures.toy_figure(toy()).data] == ["SGD", "SGD", "FOOF", "FOOF"]
+    assert [t.name for t in plots.toy_figure(toy()).data] == ["SGD", "SGD", "FOOF", "FOOF"]
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -366,7 +368,7 @@ def test_in_a_browser_every_figure_renders_and_filters_links_and_theme_work(page
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not re.findall(r".*CONSOLE.*", done.stderr)
-    assert done.stdout.count('class="plot js-plotly-plot"') == sum(len(o.drawings) for o in outcomes)
+    assert done.stdout.count('class="plot js-plotly-plot"') == sum(len(draw(o)) for o in outcomes)
     assert done.stdout.count("<svg class=\"main-svg\"") >= 2
     holds = sum(v.ruling is Ruling.HOLDS for o in outcomes for v in o.verdicts)
     assert f'data-filtered="{holds} true"' in done.stdout

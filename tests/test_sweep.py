@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import kills
-from foof.study import sweep as module
-from foof.study.estimate import core_seconds, plan
-from foof.study.run import run
-from foof.study.setting import Record, Setting
-from foof.study.store import Store
-from foof.study.sweep import WorkerDied, sweep
-from foof.study.tune import Search, damping_grid, look, lr_at, lr_grid, lr_index, tune
+from foof.study.search import sweep as module
+from foof.study.search.estimate import core_seconds, plan
+from foof.study.search.grids import Search, damping_grid, look, lr_at, lr_grid, lr_index, tune
+from foof.study.search.store import Store
+from foof.study.search.sweep import WorkerDied, sweep
+from foof.study.train.run import run
+from foof.study.train.setting import Record, Setting
 
 TINY = Setting(train_size=200, hidden=(8,), batch_size=50, steps=8, log_every=2)
 SETTINGS = [TINY.but(seed=seed) for seed in range(3)] + [TINY.but(lr=1e30)]
@@ -89,9 +89,9 @@ def test_an_error_in_a_run_is_raised_and_the_rest_is_kept(store):
 
 SCRIPT = """
 import sys
-from foof.study.setting import Setting
-from foof.study.store import Store
-from foof.study.sweep import Interrupted, sweep
+from foof.study.train.setting import Setting
+from foof.study.search.store import Store
+from foof.study.search.sweep import Interrupted, sweep
 if __name__ == "__main__":
     tiny = Setting(train_size=200, hidden=(8,), batch_size=50, steps=8, log_every=2)
     with Store(sys.argv[1]) as store:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from foof.study.experiments import Outcome, committed, experiments_of
-from foof.study.headline import headline
-from foof.study.presets import PRESETS, Preset
-from foof.study.report import recalled
-from foof.study.verdict import spread
+from foof.study.paper.experiments import Outcome, committed, experiments_of
+from foof.study.paper.verdicts import spread
+from foof.study.search.presets import PRESETS, Preset
+from foof.study.show.headline import headline
+from foof.study.show.report import recalled
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

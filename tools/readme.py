@@ -4,14 +4,14 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from foof.study.drawings import Curves
-from foof.study.experiments import Outcome, committed, experiments_of
-from foof.study.headline import headline
-from foof.study.presets import PRESETS
-from foof.study.report import recalled
-from foof.study.runs import FOOF_10
-from foof.study.svg import curves_svg
-from foof.study.verdict import Ruling
+from foof.study.paper.experiments import Outcome, committed, experiments_of
+from foof.study.paper.searches import FOOF_10
+from foof.study.paper.verdicts import Ruling
+from foof.study.search.presets import PRESETS
+from foof.study.show.drawings import Curves, draw
+from foof.study.show.headline import headline
+from foof.study.show.report import recalled
+from foof.study.show.svg import curves_svg
 
 ROOT = Path(__file__).parents[1]
 PICTURE, README = ROOT / "docs/img/loss.svg", ROOT / "README.md"
@@ -29,7 +29,7 @@ def block(name: str) -> re.Pattern[str]:
 
 def picture(found: list[Outcome]) -> str:
     """The training loss of each method at its best setting, mean ± deviation over seeds."""
-    drawn = _fig4b(found).drawings[0]
+    drawn = draw(_fig4b(found))[0]
     assert isinstance(drawn, Curves)
     sizes = "-".join(map(str, (784, *PAPER.base.hidden, 10)))
     return curves_svg([c for c in drawn.curves if c.label != FOOF_10], f"Fashion-MNIST, {sizes}, batch {PAPER.base.batch_size}")

@@ -20,9 +20,9 @@ try:
     from rich.table import Column, Table
 
     import foof
-    from foof.study import data, report, store, sweep
-    from foof.study.estimate import plan
-    from foof.study.experiments import (
+    from foof.study import data
+    from foof.study.data.formats import DataError
+    from foof.study.paper.experiments import (
         Experiment,
         NotRun,
         Outcome,
@@ -34,14 +34,16 @@ try:
         recall,
         remembered,
     )  # fmt: skip
-    from foof.study.formats import DataError
-    from foof.study.methods import METHODS, method, title
-    from foof.study.models import mlp
-    from foof.study.presets import PRESETS, Preset
-    from foof.study.run import run
-    from foof.study.setting import Record, Setting
-    from foof.study.tune import RunAll, Search, damping_grid, lr_grid, tune
-    from foof.study.verdict import Ruling, of
+    from foof.study.paper.verdicts import Ruling, of
+    from foof.study.search import store, sweep
+    from foof.study.search.estimate import plan
+    from foof.study.search.grids import RunAll, Search, damping_grid, lr_grid, tune
+    from foof.study.search.presets import PRESETS, Preset
+    from foof.study.show import report
+    from foof.study.train.methods import METHODS, method, title
+    from foof.study.train.models import mlp
+    from foof.study.train.run import run
+    from foof.study.train.setting import Record, Setting
 except ModuleNotFoundError as error:
     sys.exit(f"The command `foof` needs the study's packages, and {error.name} is missing: pip install 'foof[study]'")
 

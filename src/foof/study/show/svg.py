@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from foof.study.figures import Curve, colour, family_colour
-from foof.study.verdict import Spread
+from foof.study.paper.verdicts import Spread
+from foof.study.show.plots import Curve, colour, family_colour
 
 WIDTH, HEIGHT = 860, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 250, 44, 48

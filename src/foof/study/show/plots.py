@@ -12,11 +12,11 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from foof.study.methods import title
-from foof.study.setting import Record
-from foof.study.toy import Toy
-from foof.study.tune import Tuned
-from foof.study.verdict import Spread
+from foof.study.paper.toy import Toy
+from foof.study.paper.verdicts import Spread
+from foof.study.search.grids import Tuned
+from foof.study.train.methods import title
+from foof.study.train.setting import Record
 
 # One colour per method, the same in every figure; told apart by people who see colours differently (Okabe & Ito),
 # and readable on light and dark ground. A variant has a shade of its family's colour.

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from foof.study.setting import Record, Setting
+from foof.study.train.setting import Record, Setting
 
 Get = Callable[[Setting], Record | None]  # the record of a setting, if there is one
 RunAll = Callable[[Sequence[Setting]], list[Record]]  # settings to their records in order, e.g. a sweep with its store

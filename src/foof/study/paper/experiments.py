@@ -1,4 +1,4 @@
-"""The experiments of the study: what each needs to be run, which claims it decides, what is drawn.
+"""The experiments of the study: what each needs to be run, and which claims it decides.
 
 `conduct` brings them together with whatever gives records for settings, a sweep that trains; `recall` with a store that
 remembers, and makes the best of what is there.
@@ -6,21 +6,20 @@ remembers, and makes the best of what is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foof.study import drawings, published
-from foof.study.catalogue import CATALOGUE
-from foof.study.claims import Claim, claims_of
-from foof.study.drawings import Comparison, Drawing
-from foof.study.presets import Preset
-from foof.study.rules import Found, decide
-from foof.study.runs import RUNS, SGD
-from foof.study.store import Store
-from foof.study.toy import toy
-from foof.study.tune import Get, RunAll, Search, look, tune_all
-from foof.study.verdict import Ruling, Verdict
+from foof.study.paper import published
+from foof.study.paper.catalogue import CATALOGUE
+from foof.study.paper.claims import Claim, claims_of
+from foof.study.paper.rules import Found, decide
+from foof.study.paper.searches import RUNS, SGD
+from foof.study.paper.toy import toy
+from foof.study.paper.verdicts import Ruling, Verdict
+from foof.study.search.grids import Get, RunAll, Search, look, tune_all
+from foof.study.search.presets import Preset
+from foof.study.search.store import Store
 
 TOY_CLAIMS = ("toy-sgd", "toy-foof")  # computed, not run
 OTHER_DATA_LATER = 10  # urgency: all of Fashion-MNIST comes before MNIST
@@ -66,17 +65,16 @@ class Outcome:
     """An experiment after it was run, or as far as it was."""
 
     experiment: Experiment
+    preset: Preset
     found: Found
     verdicts: list[Verdict]
-    drawings: list[Drawing]
-    comparisons: list[Comparison] = field(default_factory=list)
 
 
 class NotRun(LookupError):
     """Records were asked for that are not stored."""
 
 
-RESULTS = Path(__file__).parent / "results"  # records of this repository, one dump per preset
+RESULTS = Path(__file__).parents[1] / "results"  # records of this repository, one dump per preset
 
 
 def committed(preset: Preset) -> Path:
@@ -130,14 +128,14 @@ def needed(claims: Iterable[Claim]) -> set[str]:
 
 
 def conduct(experiments: Sequence[Experiment], preset: Preset, run_all: RunAll, stored: Get = lambda _: None) -> list[Outcome]:
-    """Run all searches of all experiments side by side, except for what is stored, then judge and draw each."""
+    """Run all searches of all experiments side by side, except for what is stored, then judge each."""
     searches = {(e.id, label): search for e in experiments for label, search in e.searches(preset).items()}
     tuned = tune_all({"\n".join(key): search for key, search in searches.items()}, run_all, stored)
     return [outcome(e, preset, {label: tuned[f"{e.id}\n{label}"] for id_, label in searches if id_ == e.id}) for e in experiments]
 
 
 def recall(experiments: Sequence[Experiment], preset: Preset, get: Get) -> list[Outcome]:
-    """Judge and draw from records alone, as far as they go. Nothing is trained."""
+    """Judge from records alone, as far as they go. Nothing is trained."""
     outcomes = []
     for e in experiments:
         looks = {label: look(search, get).tuned for label, search in e.searches(preset).items()}
@@ -163,13 +161,10 @@ def remembered(store: Store) -> Get:
 
 
 def outcome(e: Experiment, preset: Preset, found: Found) -> Outcome:
-    """Verdicts and figures of an experiment from what its searches found."""
+    """The verdicts of an experiment from what its searches found."""
     if e.figure == "toy":
-        return Outcome(e, found, _judge_toy(), [drawings.Toy_(toy())])
-    draws = DRAW[CATALOGUE[e.figure].draws]
-    shown = draws(e.figure, e.dataset, found, preset) if found else []
-    compared = drawings.compare(e.figure, e.dataset, found) if preset.centred else []
-    return Outcome(e, found, [verdict(c, e, preset, found) for c in e.claims], shown, compared)
+        return Outcome(e, preset, found, _judge_toy())
+    return Outcome(e, preset, found, [verdict(c, e, preset, found) for c in e.claims])
 
 
 def claim_id(claim: Claim, dataset: str) -> str:
@@ -183,15 +178,6 @@ def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdic
     says = claim.says + (" (MNIST)" if mnist and claim.where else "")
     where = claim.mnist if mnist else claim.where
     return Verdict(claim_id(claim, e.dataset), where, says, measured.text, claim.rule.text(), measured.ruling, e.id)
-
-
-DRAW: dict[str, Callable[[str, str, Found, Preset], list[Drawing]]] = {
-    "loss": drawings.losses,
-    "similarity": drawings.similarities,
-    "decrease": drawings.decreases,
-    "time": drawings.times,
-    "accuracy": drawings.accuracies,
-}
 
 
 # Appendix F -----------------------------------------------------------------------------------------------------------

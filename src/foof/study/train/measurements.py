@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from foof import measures
 from foof.optim import KFAC
+from foof.study.train import updates
 
 
 @dataclass
@@ -41,8 +41,8 @@ def _kfac(moment: Moment) -> KFAC:
 def _similarity(moment: Moment) -> float:
     """Cosine of KFAC's update and that of FOOF with KFAC's λ_A, in the inner product of Σ (Fig. 3B)."""
     optimizer = _kfac(moment)
-    Sigma = measures.second_moments(optimizer.preconditioner)
-    return measures.cosine(optimizer.updates(), optimizer.updates("drop-scaled"), Sigma)
+    Sigma = updates.second_moments(optimizer.preconditioner)
+    return updates.cosine(optimizer.updates(), optimizer.updates("drop-scaled"), Sigma)
 
 
 def _decrease(second_factor: str) -> Callable[[Moment], float]:
@@ -51,8 +51,8 @@ def _decrease(second_factor: str) -> Callable[[Moment], float]:
     def measure(moment: Moment) -> float:
         optimizer = _kfac(moment)
         lr = optimizer.param_groups[0]["lr"]
-        after = measures.loss_after(optimizer.preconditioner, optimizer.updates(second_factor), lr, moment.batch_loss)
-        return measures.relative_decrease(moment.loss, after)
+        after = updates.loss_after(optimizer.preconditioner, optimizer.updates(second_factor), lr, moment.batch_loss)
+        return updates.relative_decrease(moment.loss, after)
 
     return measure
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from foof.study.setting import Record, Setting
+from foof.study.train.setting import Record, Setting
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (

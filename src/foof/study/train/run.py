@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from foof import KFAC, NaturalGradient
-from foof.study import data, models
-from foof.study.data import Data
-from foof.study.measuring import AFTER, BEFORE, Moment, needs_raw_gradients
-from foof.study.methods import method, optimizer_of
-from foof.study.setting import Record, Setting, Value
+from foof.study.data import Data, load
+from foof.study.train import models
+from foof.study.train.measurements import AFTER, BEFORE, Moment, needs_raw_gradients
+from foof.study.train.methods import method, optimizer_of
+from foof.study.train.setting import Record, Setting, Value
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported, but not typed so
 Batch = tuple[Tensor, Tensor]
@@ -79,7 +79,7 @@ def _fixed(seed: int, threads: int) -> Iterator[None]:
 def run(setting: Setting, watch: Watch | None = None, threads: int = 1) -> Record:
     """Train as `setting` says. Divergence is an outcome (`status`), not an error."""
     start = time.perf_counter()
-    train = data.load(setting.dataset, setting.source, setting.train_size)
+    train = load(setting.dataset, setting.source, setting.train_size)
     with _fixed(setting.seed, threads):
         model = models.build(
             setting.model, train.train_x.shape[1:], setting.hidden, train.classes,

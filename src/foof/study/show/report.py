@@ -13,16 +13,17 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
-from foof.study.experiments import Experiment, Outcome, recall, remembered
-from foof.study.headline import Headline, headline
-from foof.study.notes import note
-from foof.study.presets import PRESETS, Preset
-from foof.study.rules import Term
-from foof.study.setting import Record, Setting
-from foof.study.store import Store
-from foof.study.svg import side_by_side
-from foof.study.tune import Tuned
-from foof.study.verdict import Ruling, Verdict, of, spread
+from foof.study.paper.experiments import Experiment, Outcome, recall, remembered
+from foof.study.paper.notes import note
+from foof.study.paper.rules import Term
+from foof.study.paper.verdicts import Ruling, Verdict, of, spread
+from foof.study.search.grids import Tuned
+from foof.study.search.presets import PRESETS, Preset
+from foof.study.search.store import Store
+from foof.study.show.drawings import compare, draw
+from foof.study.show.headline import Headline, headline
+from foof.study.show.svg import side_by_side
+from foof.study.train.setting import Record, Setting
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,16 @@ def _setup(outcome: Outcome) -> str:
     )
 
 
-def section(outcome: Outcome, preset: Preset) -> Section:
+def section(outcome: Outcome) -> Section:
     """The section of an experiment's outcome."""
-    e = outcome.experiment
+    e, preset = outcome.experiment, outcome.preset
     rows = [_row(label, tuned, e.until(preset)) for label, tuned in outcome.found.items()]
     compared = [
         {"panel": f"Fig. {c.panel}", "curve": c.curve, "step": f"{c.step:g}", "published": f"{c.published:.4g}", "ours": str(c.ours),
          "ours / published": f"{c.ratio:.3g}"}
-        for c in outcome.comparisons
+        for c in (compare(e.figure, e.dataset, outcome.found) if preset.centred else [])
     ]  # fmt: skip
-    figures = [d.figure() for d in outcome.drawings]
+    figures = [d.figure() for d in draw(outcome)]
     runs_here = e.figure == "toy" or e.searches(preset)
     rerun = f"foof reproduce {e.id} --preset {preset.name if runs_here else 'paper'}"
     said = " ".join(filter(None, (_setup(outcome), note(e.figure, e.dataset, preset.centred, bool(outcome.found)))))
@@ -146,7 +147,7 @@ def render(
     found: Sequence[Line], sections: Sequence[Section], said: dict[str, str], top: Headline | None = None, waiting: Sequence[Section] = ()
 ) -> str:
     """The page as text. It loads nothing from the network."""
-    env = Environment(loader=PackageLoader("foof.study"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    env = Environment(loader=PackageLoader("foof.study.show"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     counts = Counter(line.verdict.ruling for line in found)
     return env.get_template("report.html").render(
         lines=found, sections=sections, waiting=waiting, facts=said, rulings=[(r, counts[r]) for r in Ruling], headline=top,
@@ -167,8 +168,8 @@ def _label(figure: go.Figure) -> str:
 
 def write(path: Path, outcomes: Sequence[Outcome], preset: Preset, beside: Sequence[Outcome] = ()) -> Path:
     """Write the report of `outcomes` to `path`, complete or not at all. `beside`: outcomes of the preset paper, if it is not that."""
-    shown = [section(o, preset) for o in outcomes if o.drawings]
-    waiting = [section(o, preset) for o in outcomes if not o.drawings]
+    sections = [section(o) for o in outcomes]
+    shown, waiting = [s for s in sections if s.figures], [s for s in sections if not s.figures]
     top = headline(((PRESETS["paper"], beside), (preset, outcomes)))
     text = render(lines(outcomes, beside), shown, facts(outcomes, preset), top, waiting)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +184,7 @@ def write_svgs(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
     texts: dict[str, str] = {}
     figures: dict[str, dict[str, str]] = {}
     for o in outcomes:
-        drawn = [text for d in o.drawings if (text := d.svg())]
+        drawn = [text for d in draw(o) if (text := d.svg())]
         texts |= {o.experiment.id + (f"-{i + 1}" if len(drawn) > 1 else ""): text for i, text in enumerate(drawn)}
         panel, _, dataset = o.experiment.id.partition("-")
         if panel.startswith("fig") and drawn:

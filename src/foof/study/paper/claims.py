@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foof.study import runs as r
-from foof.study.rules import All, Between, Bound, Lower, Rule, Similar, Term
+from foof.study.paper import searches as r
+from foof.study.paper.rules import All, Between, Bound, Lower, Rule, Similar, Term
 
 SIMILAR = 1.25  # "performs similar": losses within this factor
 NOTABLY = 1.5  # "notably", "significantly", "drastically": by more than this factor

@@ -11,7 +11,7 @@ import pooch
 import requests
 from filelock import FileLock
 
-from foof.study.formats import DataError
+from foof.study.data.formats import DataError
 
 
 class Source(Protocol):

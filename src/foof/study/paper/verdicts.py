@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from foof.study.setting import Record
+from foof.study.train.setting import Record
 
 
 class Ruling(StrEnum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from foof.study.setting import Setting
-from foof.study.tune import Search
+from foof.study.search.grids import Search
+from foof.study.train.setting import Setting
 
 RATE = 7e10  # multiplications and additions per second of one core in large products
 TOUCH = 3e-9  # seconds per parameter and step that no product explains

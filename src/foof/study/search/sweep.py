@@ -17,9 +17,9 @@ from threading import Thread
 
 import torch
 
-from foof.study.run import run
-from foof.study.setting import Record, Setting
-from foof.study.store import Store
+from foof.study.search.store import Store
+from foof.study.train.run import run
+from foof.study.train.setting import Record, Setting
 
 ATTEMPTS = 3  # how often a setting may be in the hands of a worker that dies
 Notify = Callable[[Record, bool], None]  # called with every record, and whether it was run just now
@@ -87,7 +87,7 @@ def _pool(workers: int) -> ProcessPoolExecutor:
     # a forked copy of a busy torch can hang; a server that has imported torch and done nothing else is safe to fork,
     # and spares every worker the import
     context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
-    context.set_forkserver_preload(["foof.study.run"])
+    context.set_forkserver_preload(["foof.study.train.run"])
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
 
 

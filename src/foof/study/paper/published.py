@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from foof.study import runs as r
+from foof.study.paper import searches as r
 
 DATA = Path(__file__).parent / "published.json.gz"
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foof.study import formats
-from foof.study.formats import DataError, Images, Labels
+from foof.study.data import formats
+from foof.study.data.formats import DataError, Images, Labels
 
 Pair = tuple[Images, Labels]
 
@@ -190,7 +190,7 @@ def read(name: str, source: str) -> tuple[Pair, Pair, str]:
     """Training and test records as arrays, and the source they came from in the end."""
     spec = _spec(name)
     if source == "download":
-        from foof.study.download import download
+        from foof.study.data.download import download
 
         folder = data_folder()
         download(spec.remotes, folder if spec.remotes[0].archive else folder / spec.folder)

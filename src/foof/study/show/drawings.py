@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import plotly.graph_objects as go
 
-from foof.study import figures, published
-from foof.study.catalogue import CATALOGUE
-from foof.study.figures import Curve, curve, curves_figure, tuning_figure
-from foof.study.presets import Preset
-from foof.study.rules import Found, Term
-from foof.study.runs import FOOF_LAMBDA_A, KFAC
-from foof.study.setting import Record
-from foof.study.svg import bars_svg, curves_svg
-from foof.study.toy import Toy
-from foof.study.verdict import Spread, spread
+from foof.study.paper import published
+from foof.study.paper.catalogue import CATALOGUE
+from foof.study.paper.experiments import Outcome
+from foof.study.paper.rules import Found, Term
+from foof.study.paper.searches import FOOF_LAMBDA_A, KFAC
+from foof.study.paper.toy import Toy, toy
+from foof.study.paper.verdicts import Spread, spread
+from foof.study.search.presets import Preset
+from foof.study.show import plots
+from foof.study.show.plots import Curve, curve, curves_figure, tuning_figure
+from foof.study.show.svg import bars_svg, curves_svg
+from foof.study.train.setting import Record
 
 POINTS_TO_SMOOTH = 100  # over fewer points, smoothing would show itself alone
 
@@ -61,7 +63,7 @@ class Bars:
     log: bool = False
 
     def figure(self) -> go.Figure:
-        return figures.bars_figure(self.ours, self.published, self.heading, self.y, self.log)
+        return plots.bars_figure(self.ours, self.published, self.heading, self.y, self.log)
 
     def svg(self) -> str:
         return bars_svg(self.ours, self.heading, self.y, self.published)
@@ -89,7 +91,7 @@ class Toy_:
     heading: str = "Loss of each datapoint along one update"
 
     def figure(self) -> go.Figure:
-        return figures.toy_figure(self.example)
+        return plots.toy_figure(self.example)
 
     def svg(self) -> str:
         x, names = self.example.step_sizes.tolist(), ("first", "second")
@@ -157,6 +159,23 @@ def accuracies(figure: str, dataset: str, found: Found, preset: Preset) -> list[
     return [Bars("Accuracy on the test images at the end of training", "test accuracy in %", ours)]
 
 
+DRAW: dict[str, Callable[[str, str, Found, Preset], list[Drawing]]] = {
+    "loss": losses,
+    "similarity": similarities,
+    "decrease": decreases,
+    "time": times,
+    "accuracy": accuracies,
+}
+
+
+def draw(outcome: Outcome) -> list[Drawing]:
+    """All drawings of an experiment's outcome; none of one that has not been run."""
+    e = outcome.experiment
+    if e.figure == "toy":
+        return [Toy_(toy())]
+    return DRAW[CATALOGUE[e.figure].draws](e.figure, e.dataset, outcome.found, outcome.preset) if outcome.found else []
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One published curve and ours at the last published step that ours has, processed the same way."""
@@ -200,5 +219,5 @@ def _at(record: Record, name: str, step: float, keep: float) -> float:
         return math.inf
     if name != "loss":
         return statistics.fmean([y for x, y in zip(xs, ys, strict=True) if 0.9 * step < x <= step] or [math.nan])
-    upto = [y for x, y in zip(xs, figures.smooth(ys, keep), strict=True) if x <= max(step, 1)]
+    upto = [y for x, y in zip(xs, plots.smooth(ys, keep), strict=True) if x <= max(step, 1)]
     return upto[-1] if upto else math.nan

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from foof.study.setting import Record
-from foof.study.tune import Tuned
-from foof.study.verdict import Ruling, Spread, lower, spread
+from foof.study.paper.verdicts import Ruling, Spread, lower, spread
+from foof.study.search.grids import Tuned
+from foof.study.train.setting import Record
 
 Found = Mapping[str, Tuned]  # what each search of an experiment found; those without records are left out
 ONE_SEED = 0.25  # stands in for a relative deviation nobody has measured

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from foof.study.presets import Preset, fixed, search
-from foof.study.setting import Setting
-from foof.study.tune import Search
+from foof.study.search.grids import Search
+from foof.study.search.presets import Preset, fixed, search
+from foof.study.train.setting import Setting
 
 
 def label_3(method: str, damping: float) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foof.study.setting import Setting
-from foof.study.tune import Search, damping_at, lr_at, lr_index
+from foof.study.search.grids import Search, damping_at, lr_at, lr_index
+from foof.study.train.setting import Setting
 
 Pair = tuple[float, float | str | None]  # learning rate, λ
 

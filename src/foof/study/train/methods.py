@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import foof
 from foof.kronecker import EigenInverse
 from foof.layers import Layer, covered_layers
-from foof.study.setting import Setting
+from foof.study.train.setting import Setting
 from foof.tap import Tap
 
 # Options that the run itself reads; all others go to the optimizer.

@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foof.study import published
-from foof.study.experiments import Outcome
-from foof.study.figures import smooth
-from foof.study.presets import Preset
-from foof.study.rules import Term
-from foof.study.runs import HEURISTIC, KFAC, RELEASED, SGD, STANDARD
-from foof.study.setting import Record, Setting
-from foof.study.tune import Tuned
-from foof.study.verdict import Spread, Verdict, spread
+from foof.study.paper import published
+from foof.study.paper.experiments import Outcome
+from foof.study.paper.rules import Term
+from foof.study.paper.searches import HEURISTIC, KFAC, RELEASED, SGD, STANDARD
+from foof.study.paper.verdicts import Spread, Verdict, spread
+from foof.study.search.grids import Tuned
+from foof.study.search.presets import Preset
+from foof.study.show.plots import smooth
+from foof.study.train.setting import Record, Setting
 
 NAMES = {
     KFAC: "KFAC, heuristic damping, λ of Fig. 1A", HEURISTIC: "KFAC, heuristic damping, λ of Fig. 3C",
