@@ -37,7 +37,7 @@ try:
     from foof.study.paper.verdicts import Ruling, of
     from foof.study.search import store, sweep
     from foof.study.search.estimate import plan
-    from foof.study.search.grids import RunAll, Search, damping_grid, lr_grid, tune
+    from foof.study.search.grids import RunAll, Search, damping_grid, lr_grid, rectangle, tune
     from foof.study.search.presets import PRESETS, Preset
     from foof.study.show import report
     from foof.study.train.methods import METHODS, method, title
@@ -205,7 +205,7 @@ def sweep_(
         dampings: tuple[float | None, ...] = (None,)
     else:
         dampings = damping_grid(*_range(damping, "--damping"), every) if ":" in damping else _range(damping, "--damping")[:1]
-    search = Search(base, lr_grid(*_range(lr, "--lr")), dampings, every, seeds=seeds)
+    search = Search(base, rectangle(lr_grid(*_range(lr, "--lr")), dampings), every, seeds=seeds)
     method(search.grid[0])  # a name or a λ that does not fit is an error before anything is begun
     with store.Store(_records_file(out)) as into, _sweeping(into, workers, scheduler) as run_all:
         found = tune(search, run_all)

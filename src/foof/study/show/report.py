@@ -68,16 +68,23 @@ def _damping(s: Setting) -> str:
     return f"{s.damping:g}" if isinstance(s.damping, float) else s.damping or ""
 
 
+def _row_name(s: Setting) -> str:
+    """What a row of a grid has in common: its λ, or SGD's momentum."""
+    if damping := _damping(s):
+        return f"λ {damping}"
+    return f"momentum {s.option('momentum', 0.0):g}" if s.optimizer == "sgd" else ""
+
+
 def _tried(tuned: Tuned) -> str:
-    """Learning rates by damping, those that diverged marked."""
+    """Learning rates by row, those that diverged marked."""
     if len(tuned.tried) < 2:
         return "–" if tuned.grid_done else "no grid yet"
     rows: dict[str, list[str]] = {}
     for r in sorted(tuned.tried, key=lambda r: r.setting.lr):
-        rows.setdefault(_damping(r.setting), []).append(f"{r.setting.lr:g}" + (" (diverged)" if r.status == "diverged" else ""))
-    said = "; ".join("lr " + ", ".join(lrs) + (f" at λ {damping}" if damping else "") for damping, lrs in rows.items())
+        rows.setdefault(_row_name(r.setting), []).append(f"{r.setting.lr:g}" + (" (diverged)" if r.status == "diverged" else ""))
+    said = "; ".join("lr " + ", ".join(lrs) + (f" at {name}" if name else "") for name, lrs in rows.items())
     short = f", compared at step {tuned.grid_steps:,}" if tuned.grid_steps else ""
-    return said + short + ("" if tuned.grid_done else ", not finished")
+    return said + short + ("" if tuned.grid_done else f", {len(tuned.tried)} of {tuned.planned}")
 
 
 def _setup(outcome: Outcome) -> str:
@@ -99,7 +106,7 @@ def _setup(outcome: Outcome) -> str:
 def section(outcome: Outcome) -> Section:
     """The section of an experiment's outcome."""
     e, preset = outcome.experiment, outcome.preset
-    rows = [_row(label, tuned, e.until(preset)) for label, tuned in outcome.found.items()]
+    rows = [_row(label, tuned, None if preset.centred else e.early(preset)) for label, tuned in outcome.found.items()]
     compared = [
         {"panel": f"Fig. {c.panel}", "curve": c.curve, "step": f"{c.step:g}", "published": f"{c.published:.4g}", "ours": str(c.ours),
          "ours / published": f"{c.ratio:.3g}"}
