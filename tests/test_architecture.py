@@ -21,6 +21,7 @@ gradients
 gram
 passes
 distributed
+optim.rules
 optim.attach
 optim.block
 optim.preconditioner

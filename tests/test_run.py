@@ -230,7 +230,7 @@ def test_the_transposed_damping_is_the_oracle_s_counter_example():
     out = model(torch.randn(30, 5))
     optimizer.update_curvature(out)
     before = model.weight.detach().clone()
-    optimizer.preconditioner.deferred = True
+    optimizer.preconditioner.estimator.plain = True
     out.square().mean().backward()
     raw = model.weight.grad.clone()
     optimizer.step()

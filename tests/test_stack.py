@@ -56,7 +56,7 @@ def test_autocast_reaches_the_loss_of_float32(dtype):
             loss.backward()
             opt.step()
         losses.append(nn.functional.cross_entropy(model(data(999, 500)[0]), data(999, 500)[1]).item())
-        assert all(block.factor.tensor.dtype == torch.float32 for block in opt.preconditioner.blocks)
+        assert all(block.inverse.tensor.dtype == torch.float32 for block in opt.preconditioner.blocks)
         assert all(p.dtype == torch.float32 for p in model.parameters())
     assert losses[1] < 0.5
     assert abs(losses[0] - losses[1]) < 0.05 * losses[1]
@@ -185,7 +185,7 @@ def test_a_batch_of_zeros():
     opt.step()
     assert torch.equal(model[0].weight, before[0])
     assert not torch.equal(model[0].bias, before[1])
-    assert torch.allclose(opt.preconditioner.blocks[0].factor.tensor[:6, :6], torch.eye(6) / 0.5)
+    assert torch.allclose(opt.preconditioner.blocks[0].inverse.tensor[:6, :6], torch.eye(6) / 0.5)
 
 
 # --- torch.compile, functional_call, averaged models -----------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foof.covering import covered_layers
 from foof.gradients import Vectors
 from foof.gram import GramOperator, Precision, by_layer_named
-from foof.layers import Layer, covered_layers
+from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.passes import record
 

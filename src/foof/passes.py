@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foof._torch import origin
 from foof.gradients import Call, chunks
 from foof.layers import Embedding, Layer, Linear
 from foof.likelihood import Labels, Likelihood
-from foof.tap import tapped
+from foof.tap import Visit, tapped
 
 
 class Recorder:
@@ -21,14 +22,15 @@ class Recorder:
     Inputs that no operation of the graph has made are the caller's, who may write other data into them: these are copied.
     """
 
+    mask: Tensor | None = None
+
     def __init__(self) -> None:
         self.passes: list[list[tuple[Layer, Tensor, Tensor]]] = []
 
-    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
-        origin = x if x._base is None else x._base
-        first = len(self.passes) == 1  # whose x is the one that is kept
-        self.passes[-1].append((layer, x.detach().clone() if first and origin.grad_fn is None else x.detach(), e.detach()))
-        return None
+    def receive(self, visit: Visit) -> None:
+        x, first = visit.x, len(self.passes) == 1  # whose x is the one that is kept
+        kept = x.detach().clone() if first and origin(x).grad_fn is None else x.detach()
+        self.passes[-1].append((visit.layer, kept, visit.e.detach()))
 
     def backward(self, out: Tensor, errors: Iterable[Tensor], layers: list[Layer], N: int) -> list[Call]:
         """The calls behind ``out``, one backward pass per output error. The passes visit one graph, hence in one order."""

@@ -1,8 +1,10 @@
 """Optimizers on neurons."""
 
+from foof.optim.adaptive import Adaptive
+from foof.optim.ekfac import EKFAC
 from foof.optim.foof import FOOF
 from foof.optim.kfac import KFAC
 from foof.optim.natural import NaturalGradient
 from foof.optim.precondition import precondition
 
-__all__ = ["FOOF", "KFAC", "NaturalGradient", "precondition"]
+__all__ = ["EKFAC", "FOOF", "KFAC", "Adaptive", "NaturalGradient", "precondition"]

@@ -42,7 +42,7 @@ def _similarity(moment: Moment) -> float:
     """Cosine of KFAC's update and that of FOOF with KFAC's λ_A, in the inner product of Σ (Fig. 3B)."""
     optimizer = _kfac(moment)
     Sigma = updates.second_moments(optimizer.preconditioner)
-    return updates.cosine(optimizer.updates(), optimizer.updates("drop-scaled"), Sigma)
+    return updates.cosine(updates.updates(optimizer), updates.updates(optimizer, "drop-scaled"), Sigma)
 
 
 def _decrease(second_factor: str) -> Callable[[Moment], float]:
@@ -51,7 +51,7 @@ def _decrease(second_factor: str) -> Callable[[Moment], float]:
     def measure(moment: Moment) -> float:
         optimizer = _kfac(moment)
         lr = optimizer.param_groups[0]["lr"]
-        after = updates.loss_after(optimizer.preconditioner, optimizer.updates(second_factor), lr, moment.batch_loss)
+        after = updates.loss_after(optimizer.preconditioner, updates.updates(optimizer, second_factor), lr, moment.batch_loss)
         return updates.relative_decrease(moment.loss, after)
 
     return measure

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import foof
-from foof.kronecker import EigenInverse
-from foof.layers import Layer, covered_layers
+from foof.covering import covered_layers
+from foof.layers import Layer
+from foof.study.train import ablations
 from foof.study.train.setting import Setting
-from foof.tap import Tap
+from foof.tap import Tap, Visit
 
 # Options that the run itself reads; all others go to the optimizer.
 #   initialise: batches of statistics before training; measure_every: steps between measurements (default: log_every)
@@ -55,39 +56,28 @@ def _neurons(name: str) -> Callable[[nn.Module, Setting], torch.optim.Optimizer]
     return build
 
 
-class TransposedEigenInverse(EigenInverse):
-    """A counter-example: `U_Eᵀ [(U_E Eᵀ A U_A) / (s_E s_Aᵀ + λ)] U_Aᵀ`, the paper's released code for its standard damping.
-
-    It rotates with U_E where U_Eᵀ belongs, so it solves no damped system; see `tests/oracle.py`. The study alone has it, to
-    reproduce Figs. 3A and 3B as published beside the damping of Eq. (3).
-    """
-
-    def left(self, X: Tensor) -> Tensor:
-        return X.to(self.U_E.dtype) @ self.U_E.mT
-
-    def finish(self, G: Tensor) -> Tensor:
-        G = self.U_E.mT @ (G / (self.s_E.unsqueeze(-1) * self.s_A.unsqueeze(-2) + self.damping))
-        return G if self.U_A is None else G @ self.U_A.mT
+def _kfac(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    return ablations.kfac(model, setting.lr, setting.damping, **_options(setting))  # type: ignore[arg-type]
 
 
 def _kfac_transposed(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    optimizer = foof.KFAC(model, setting.lr, setting.damping, damping_mode="standard", **_options(setting))  # type: ignore[arg-type]
-    optimizer.preconditioner.kind = TransposedEigenInverse
-    return optimizer
+    return ablations.kfac(model, setting.lr, setting.damping, damping_mode="transposed", **_options(setting))  # type: ignore[arg-type]
 
 
 class PerDatapointFOOF(torch.optim.SGD):
     """Appendix F: FOOF on each datapoint alone, the updates averaged: SGD on gradients that taps have so changed."""
+
+    mask: Tensor | None = None
 
     def __init__(self, model: nn.Module, lr: float, damping: float) -> None:
         super().__init__(model.parameters(), lr=lr)
         self.damping = damping
         self.taps = [Tap(layer, self) for layer in _layers(model)]
 
-    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor:
+    def receive(self, visit: Visit) -> Tensor:
         """`1/N Σ_i E_iᵀ A_i (A_iᵀ A_i + λI)⁻¹`; e comes from a mean over the batch, so it is N times too small."""
-        rows = layer.error_rows(e)
-        return foof.per_datapoint_gradient(layer.input_rows(x).to(e.dtype), rows * len(rows), self.damping)
+        a, e = visit.layer.input_rows(visit.x), visit.layer.error_rows(visit.e)
+        return foof.per_datapoint_gradient(a.to(e.dtype), e * len(e), self.damping)
 
 
 def _layers(model: nn.Module) -> Iterable[Layer]:
@@ -103,7 +93,7 @@ METHODS: dict[str, Method] = {
     "sgd": Method("SGD", _sgd, (0.1, None)),
     "adam": Method("Adam", _adam, (3e-4, None)),
     "foof": Method("FOOF", _neurons("FOOF"), (0.3, 1.0), initialised=True),
-    "kfac": Method("KFAC", _neurons("KFAC"), (3e-3, 1e-2), initialised=True),
+    "kfac": Method("KFAC", _kfac, (3e-3, 1e-2), initialised=True),
     "natural": Method("Natural gradient", _neurons("NaturalGradient"), (1e-4, 1e-2)),
     "kfac-transposed": Method("KFAC, standard damping as released", _kfac_transposed, (1e-3, 1e-2), initialised=True),
     "foof-per-datapoint": Method("FOOF per datapoint", _per_datapoint, (30.0, 1.0)),

@@ -186,11 +186,12 @@ def _raw_gradients(optimizer: torch.optim.Optimizer, wanted: bool) -> Iterator[N
     if not (wanted and isinstance(optimizer, KFAC)):
         yield
         return
-    before, optimizer.preconditioner.deferred = optimizer.preconditioner.deferred, True
+    estimator = optimizer.preconditioner.estimator
+    before, estimator.plain = estimator.plain, True
     try:
         yield
     finally:
-        optimizer.preconditioner.deferred = before
+        estimator.plain = before
 
 
 def _final(model: nn.Module, train: Data, log: _Log) -> dict[str, float]:
