@@ -1,5 +1,6 @@
 """Verdicts, figures and the page: what is measured is what is shown."""
 
+import csv
 import json
 import math
 import re
@@ -12,17 +13,20 @@ from xml.etree import ElementTree
 import pytest
 
 from foof.study.paper import published
+from foof.study.paper.answers import answers
 from foof.study.paper.claims import CLAIMS
 from foof.study.paper.experiments import chosen, committed, conduct, experiments_of, recall, remembered
 from foof.study.paper.rules import QUANTITIES, All, Between, Bound, Term, decide, lower, similar
-from foof.study.paper.searches import FOOF, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
+from foof.study.paper.searches import FOOF, FOOF_10, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
 from foof.study.paper.toy import toy
-from foof.study.paper.verdicts import Effect, Ruling, Spread, Verdict, effect, of, spread, within
+from foof.study.paper.trials import trials
+from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, Verdict, effect, of, spread
 from foof.study.search.grids import Search, Tuned, look, rectangle
-from foof.study.search.presets import PRESETS
+from foof.study.search.presets import PRESETS, TRIALS
 from foof.study.search.store import Store
 from foof.study.show import plots, report
 from foof.study.show.drawings import compare, draw
+from foof.study.show.scoreboard import brief, deciding, groups, scoreboard_svg
 from foof.study.show.svg import bars_svg, curves_svg
 from foof.study.train.setting import Record, Setting
 
@@ -73,10 +77,10 @@ def test_an_effect_is_the_mean_of_paired_log_ratios_with_a_t_interval():
 
 def test_a_ruling_needs_the_whole_interval():
     e = Effect(2.0, 1.5, 3.0, 5)
-    assert [within(e, *where) for where in ((1, math.inf), (0, 1), (1.2, 4), (1.8, 4), (4, 9))] == [
+    assert [Condition(e, *where).ruling for where in ((1, math.inf), (0, 1), (1.2, 4), (1.8, 4), (4, 9))] == [
         Ruling.HOLDS, Ruling.FAILS, Ruling.HOLDS, Ruling.UNDECIDED, Ruling.FAILS,
     ]  # fmt: skip
-    assert within(Effect(math.nan, 0, math.inf, 0), 0, math.inf) is Ruling.UNDECIDED
+    assert Condition(Effect(math.nan, 0, math.inf, 0), 0, math.inf).ruling is Ruling.UNDECIDED
 
 
 def test_smoothing_is_that_of_the_published_curves():
@@ -228,7 +232,7 @@ def test_verdicts_say_what_the_records_say(outcomes):
     verdicts = {v.id: v for o in outcomes for v in o.verdicts}
     foof, sgd = (Term(label).values(found, None) for label in (FOOF, SGD))
     assert set(foof) == {1, 2, 3}  # seed 0 has selected
-    assert verdicts["foof-vs-sgd"].effects == (effect(foof, sgd),)
+    assert verdicts["foof-vs-sgd"].conditions == (Condition(effect(foof, sgd), 1.0, math.inf),)
     assert verdicts["foof-vs-sgd"].ruling is Ruling.HOLDS
     assert f"FOOF: {spread(foof.values())}" in verdicts["foof-vs-sgd"].measured
     assert verdicts["kfac-ten-times"].ruling is Ruling.FAILS
@@ -258,7 +262,8 @@ def test_a_report_makes_the_best_of_what_is_there(tmp_path):
     assert verdicts["kfac-vs-sgd-mnist"].ruling is Ruling.NOT_RUN
     text = report.write(tmp_path / "r.html", outcomes, PAPER).read_text(encoding="utf-8")
     assert "Not run yet" in text
-    assert "foof reproduce fig1a-mnist --preset paper" in text
+    assert "foof reproduce fig1b --preset paper" in text
+    assert "fig1a-mnist" in text
     assert "ours / published" in text
     smaller = [Verdict(v.id, v.where, v.claim, "", "", Ruling.UNDECIDED) for v in verdicts.values()]
     small = replace(outcomes[0], found={}, verdicts=smaller)
@@ -336,9 +341,66 @@ def test_the_page_is_whole_and_needs_no_network(page, outcomes):
 def test_text_from_outside_cannot_break_the_page():
     evil = Verdict("x", "<b>", "</script><script>alert(1)</script>", "1 < 2", "r", Ruling.FAILS)
     figure = plots.curves_figure([], "</script><script>alert(2)</script>")
-    text = report.render([report.Line(evil)], [report.Section("s", "t", "w", "c", [figure], [], "foof")], {"runs": "0"})
+    first = report.FirstScreen("quick", groups([evil]), [])
+    said = {"runs": "0", "preset": "quick"}
+    text = report.render([report.Line(evil)], [report.Section("s", "t", "w", "c", [figure], [], "foof")], said, first)
     assert "<script>alert" not in text
     assert "&lt;b&gt;" in text
+
+
+def test_the_board_has_a_cell_for_every_claim_that_was_run(outcomes):
+    verdicts = [v for o in outcomes for v in o.verdicts]
+    run = [v for v in verdicts if v.ruling is not Ruling.NOT_RUN]
+    board = ElementTree.fromstring(scoreboard_svg(verdicts, "a < b"))
+    cells = [r for r in board.iter("{http://www.w3.org/2000/svg}rect") if r.get("class").startswith("cell")]
+    assert len(cells) == len(run) == sum(len(g.verdicts) for g in groups(verdicts))
+    assert sum(r.get("class") == "cell fails" for r in cells) == sum(v.ruling is Ruling.FAILS for v in run)
+    assert {g.title for g in groups(verdicts)} == {"The paper's claims", "Its released code", "Our own questions"}
+
+
+def test_a_verdict_s_bar_is_that_of_the_condition_it_hangs_on():
+    holds, fails = (Condition(Effect(x, x / 2, x * 2, 3), 1, math.inf) for x in (10.0, 0.1))
+    v = Verdict("x", "w", "c", "m", "r", Ruling.FAILS, conditions=(holds, fails))
+    assert deciding(v) is fails
+    assert brief(v) == "0.1× (0.05–0.2)"
+
+
+def test_the_questions_are_answered_by_the_comparison_that_decides_them(outcomes):
+    found = answers(outcomes)
+    assert [a.word for a in found] == ["Yes", "Not decided", "Yes"]
+    assert found[0].parts[0][1].ruling is Ruling.NOT_RUN  # no one-layer network at this preset
+    assert "Fig. 2A" not in found[0].sentence
+    assert "a ratio of" in found[2].sentence
+    assert {a.word for a in answers([])} == {"Not run"}
+
+
+def test_trials_are_counted_from_the_records(outcomes):
+    counted = {(t.experiment, t.curve): t for t in trials(outcomes)}
+    sgd = counted["fig1a", SGD]
+    assert (sgd.run, sgd.planned, sgd.lost, sgd.seeds) == (len({r.setting.lr for r in _tried(outcomes, "fig1a", SGD)}), sgd.run, 0, 3)
+    assert all(t.run == t.planned for t in counted.values())
+
+
+def _tried(outcomes, experiment, label):
+    return next(o for o in outcomes if o.experiment.id == experiment).found[label].tried
+
+
+def test_every_claim_is_a_row_of_the_table(outcomes, tmp_path):
+    with report.write_claims(tmp_path / "claims.csv", outcomes).open(encoding="utf-8") as table:
+        rows = list(csv.DictReader(table))
+    verdicts = [v for o in outcomes for v in o.verdicts]
+    assert [row["claim"] for row in rows] == [v.id for v in verdicts]
+    assert {row["verdict"] for row in rows} == {str(v.ruling) for v in verdicts}
+    assert all(row["about"] in ("paper", "released", "ours") for row in rows)
+
+
+@pytest.mark.parametrize("figure", [e for e in RUNS if e.startswith("fig") and e not in ("fig4a", "fig4c")])
+def test_methods_of_a_figure_have_equal_searches_at_the_paper_s_size(figure):
+    """As many trials for each, and as many values of λ for each that has one; at fixed λ, as many learning rates."""
+    searches = {k: s for k, s in RUNS[figure](PAPER, "fashion-mnist").items() if k != FOOF_10}  # which takes the λ of T = 100
+    fixed = {k: s for k, s in searches.items() if "λ =" in k}
+    assert {len(s.grid) for k, s in searches.items() if k not in fixed} <= {TRIALS}
+    assert {len(s.grid) for s in fixed.values()} <= {3}
 
 
 def test_the_svg_is_well_formed():

@@ -246,6 +246,36 @@ def test_what_wins_a_short_grid_must_win_at_full_length_too():
     assert (better.best.lr, better.on_edge, len(better.records)) == (1.0, True, 3)
 
 
+def test_a_centre_that_explodes_late_gives_way_to_what_reaches_the_end():
+    """As KFAC's at step 1,800: it leads the grid, and is lost before the end of training."""
+    around = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50)
+    asked = []
+
+    def run_all(settings):
+        asked.extend(settings)
+
+        def record(s):
+            at = [{0.1: 2.0, 0.3: 1.0, 1.0: math.inf}[s.lr] if step < 100 or s.lr != 0.3 else 5.0 for step in range(1, s.steps + 1)]
+            status = "diverged" if s.lr == 1.0 else "finished"
+            return Record(s, status, {"step": list(range(1, s.steps + 1)), "loss": at}, {"train_loss": at[-1]})
+
+        return [record(s) for s in settings]
+
+    found = tune(around, run_all)
+    assert found.best.lr == 0.1
+    assert (1.0, 200) not in {(s.lr, s.steps) for s in asked}  # what has diverged by step 50 is not run again to the end
+    assert found.early_gain == pytest.approx(2.0)
+
+
+def test_beginnings_stand_in_for_runs_that_have_not_been_made():
+    long, early = TINY.but(steps=200), TINY.but(steps=100, measure=("similarity",))
+    search = Search(long, rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50, stand_ins=(early,))
+    there = {early.but(lr=0.3, seed=i) for i in range(3)}
+    found = look(search, lambda s: Record(s, "finished", {"step": [1], "loss": [1.0]}, {"train_loss": 1.0}) if s in there else None)
+    assert (found.tuned.best.steps, found.tuned.to_the_end, len(found.tuned.records)) == (100, False, 2)
+    assert found.missing == (long.but(lr=0.3),)
+
+
 @pytest.mark.parametrize(("gain", "concluded", "asked"), [(1.05, True, 0.3), (1.5, False, 1.0)])
 def test_nothing_is_concluded_while_a_clearly_better_challenger_waits(gain, concluded, asked):
     """Within what seeds differ by, the centre stands and gets its seeds; beyond it, the challenger is run at full length first."""

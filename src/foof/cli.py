@@ -152,8 +152,9 @@ def reproduce(
             outcomes = conduct(experiments, size, run_all, into.get)
         page = report.write(out / "report.html", outcomes, size, _paper_outcomes(size, experiments))
         store.export(into, out / "records.csv")
+        report.write_claims(out / "claims.csv", outcomes)
     _show(outcomes)
-    console.print(f"Report: [bold]{page}[/]   Records: {out / 'records.csv'}")
+    console.print(f"Report: [bold]{page}[/]   Claims: {out / 'claims.csv'}   Records: {out / 'records.csv'}")
     if strict and any(v.ruling is Ruling.FAILS for o in outcomes for v in o.verdicts):
         raise typer.Exit(1)
 
@@ -256,7 +257,7 @@ def report_(
                          f"run `foof reproduce --preset {size.name}` first")  # fmt: skip
         outcomes = recall(experiments, size, remembered(records))
     page = report.write(out / "report.html", outcomes, size, _paper_outcomes(size, experiments))
-    console.print(f"Report: [bold]{page}[/]")
+    console.print(f"Report: [bold]{page}[/]   Claims: {report.write_claims(out / 'claims.csv', outcomes)}")
     if svg:
         console.print(f"{len(report.write_svgs(out / 'figures', outcomes))} figures in {out / 'figures'}")
     if open_:

@@ -176,14 +176,14 @@ def claim_id(claim: Claim, dataset: str) -> str:
 def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdict:
     measured = decide(claim.rule, found, None)
     early = e.early(preset)
-    if early and measured.effects and all(found[label].best.steps > early for label in claim.rule.needs):
-        then = ", ".join(map(str, decide(claim.rule, found, early).effects))
+    if early and measured.conditions and all(found[label].best.steps > early for label in claim.rule.needs):
+        then = ", ".join(str(c.effect) for c in decide(claim.rule, found, early).conditions)
         measured = replace(measured, text=f"{measured.text}\nat step {early:,}, where the published figure ends: ratio {then}")
     mnist = e.dataset == "mnist"
     says = claim.says + (" (MNIST)" if mnist and claim.where else "")
     where = claim.mnist if mnist else claim.where
     id_, rule = claim_id(claim, e.dataset), claim.rule.text()
-    return Verdict(id_, where, says, measured.text, rule, measured.ruling, e.id, claim.about, measured.effects, claim.changed)
+    return Verdict(id_, where, says, measured.text, rule, measured.ruling, e.id, claim.about, measured.conditions, claim.changed)
 
 
 # Appendix F -----------------------------------------------------------------------------------------------------------

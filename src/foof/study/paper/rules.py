@@ -3,7 +3,8 @@
 Every condition is one on a ratio of two quantities, or of one and a number: paired over seeds, as logarithms, with a 95 % interval
 (`verdicts.Effect`). It holds if the whole interval lies where the claim wants it, does not hold if none of it does, and is undecided
 otherwise. So each rule says in both directions what would refute it. Where the worse of two losses was found at the edge of its grid,
-beyond which it may get better, twice as much is asked.
+beyond which it may get better, twice as much is asked; where only the beginning of one has been run, as much more as the other would have
+gained by being chosen there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from foof.study.paper.verdicts import Effect, Ruling, Spread, effect, spread, within
+from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, effect, spread
 from foof.study.search.grids import Tuned
 from foof.study.train.setting import Record
 
@@ -94,7 +95,7 @@ class Measured:
 
     text: str
     ruling: Ruling
-    effects: tuple[Effect, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
 
 class Rule(Protocol):
@@ -143,17 +144,26 @@ class Between:
         until = _both(self.a, self.b, found, until)
         e = effect(self.a.values(found, until), self.b.values(found, until))
         says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
-        ruling = within(e, self.low, self.high)
-        if self.a.quantity == "loss" and self._may_still_gain(e, ruling, found):
-            ruling = Ruling.UNDECIDED
-        return Measured(f"{'; '.join(says)}; ratio {e}{_at(self.a, until)}", ruling, (e,))
+        condition = Condition(e, self.low, self.high)
+        may_change = self.a.quantity == "loss" and (self._may_still_gain(condition, found) or self._chosen_elsewhere(condition, found))
+        ruling = Ruling.UNDECIDED if may_change else condition.ruling
+        return Measured(f"{'; '.join(says)}; ratio {e}{_at(self.a, until)}", ruling, (condition,))
 
-    def _may_still_gain(self, e: Effect, ruling: Ruling, found: Found) -> bool:
+    def _may_still_gain(self, condition: Condition, found: Found) -> bool:
         """Would the ruling be another if the worse of the two, found at the edge of its grid, were twice as good?"""
+        e = condition.effect
         worse, gain = (self.b, 1 / EDGE) if e.ratio > 1 else (self.a, EDGE)
-        if ruling is Ruling.UNDECIDED or not found[worse.label].on_edge:
+        gained = replace(condition, effect=Effect(e.ratio * gain, e.low * gain, e.high * gain, e.n))
+        return found[worse.label].on_edge and gained.ruling is not condition.ruling
+
+    def _chosen_elsewhere(self, condition: Condition, found: Found) -> bool:
+        """Of one there are beginnings only; would the ruling be another if the other had been chosen there too, not at the end?"""
+        a, b = found[self.a.label], found[self.b.label]
+        if a.to_the_end == b.to_the_end:
             return False
-        return within(Effect(e.ratio * gain, e.low * gain, e.high * gain, e.n), self.low, self.high) is not ruling
+        gain = a.early_gain if a.to_the_end else 1 / b.early_gain
+        e = condition.effect
+        return replace(condition, effect=Effect(e.ratio * gain, e.low * gain, e.high * gain, e.n)).ruling is not condition.ruling
 
     def _unlabelled(self, term: Term, found: Found, until: int | None) -> str:
         quantity = QUANTITIES[term.quantity]
@@ -189,8 +199,8 @@ class Bound:
     def judge(self, found: Found, until: int | None) -> Measured:
         values = self.a.values(found, until)
         e = effect(dict.fromkeys(values, self.value), values)
-        ruling = within(e, 1.0, math.inf) if self.at_least else within(e, 0.0, 1.0)
-        return Measured(f"{self.a.say(found, until)}; ratio to it {e}", ruling, (e,))
+        condition = Condition(e, 1.0, math.inf) if self.at_least else Condition(e, 0.0, 1.0)
+        return Measured(f"{self.a.say(found, until)}; ratio to it {e}", condition.ruling, (condition,))
 
 
 @dataclass(frozen=True)
@@ -208,8 +218,8 @@ class All:
 
     def judge(self, found: Found, until: int | None) -> Measured:
         parts = [rule.judge(found, until) for rule in self.rules]
-        effects = tuple(e for part in parts for e in part.effects)
-        return Measured("\n".join(part.text for part in parts), together([part.ruling for part in parts]), effects)
+        conditions = tuple(c for part in parts for c in part.conditions)
+        return Measured("\n".join(part.text for part in parts), together([part.ruling for part in parts]), conditions)
 
 
 def together(rulings: list[Ruling]) -> Ruling:
@@ -232,6 +242,9 @@ def decide(rule: Rule, found: Found, until: int | None) -> Measured:
     ):
         if labels:
             return replace(measured, text=f"{measured.text} ({why}: {', '.join(labels)})", ruling=Ruling.UNDECIDED)
-    edges = [k for k, t in there.items() if t.on_edge]
-    note = f" (at the edge of its grid: {', '.join(edges)})" if edges else ""
-    return replace(measured, text=measured.text + note)
+    notes = {
+        "at the edge of its grid": [k for k, t in there.items() if t.on_edge],
+        "not run to the end of training": [k for k, t in there.items() if not t.to_the_end],
+    }
+    said = "".join(f" ({note}: {', '.join(labels)})" for note, labels in notes.items() if labels)
+    return replace(measured, text=measured.text + said)

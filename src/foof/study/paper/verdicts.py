@@ -32,7 +32,7 @@ class Verdict:
     ruling: Ruling
     section: str = ""  # the report's section that shows it
     about: str = "paper"  # whose claim it is: see `claims.ABOUT`
-    effects: tuple[Effect, ...] = ()  # each condition's ratio, so turned that the claim wants it large
+    conditions: tuple[Condition, ...] = ()
     changed: str = ""  # when and why the rule was changed after runs had been seen
 
 
@@ -93,6 +93,24 @@ class Effect:
         return f"{self.ratio:.3g}{interval} (n = {self.n})"
 
 
+@dataclass(frozen=True)
+class Condition:
+    """A ratio, and between which numbers the claim wants it."""
+
+    effect: Effect
+    low: float
+    high: float
+
+    @property
+    def ruling(self) -> Ruling:
+        """It holds if all of the interval lies there, and does not if none of it does."""
+        if math.isnan(self.effect.ratio):
+            return Ruling.UNDECIDED
+        if self.low <= self.effect.low and self.effect.high <= self.high:
+            return Ruling.HOLDS
+        return Ruling.FAILS if self.effect.high < self.low or self.effect.low > self.high else Ruling.UNDECIDED
+
+
 CONFIDENCE = 0.95
 
 
@@ -112,12 +130,3 @@ def effect(a: Mapping[int, float], b: Mapping[int, float]) -> Effect:
         return Effect(math.exp(mean), 0.0, math.inf, 1)
     half = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2)) * statistics.stdev(logs) / math.sqrt(n)
     return Effect(math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0)), n)
-
-
-def within(e: Effect, low: float, high: float) -> Ruling:
-    """Does the ratio lie between two numbers? Only if all of its interval does; it does not if none of it does."""
-    if math.isnan(e.ratio):
-        return Ruling.UNDECIDED
-    if low <= e.low and e.high <= high:
-        return Ruling.HOLDS
-    return Ruling.FAILS if e.high < low or e.low > high else Ruling.UNDECIDED

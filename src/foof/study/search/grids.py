@@ -179,6 +179,8 @@ class Tuned:
     grid_steps: int | None = None  # where `tried` were compared; None: at their ends
     planned: int = 0  # settings of the grid
     selecting: bool = False  # none of the seeds that report has been run: `records` is the one that selects
+    to_the_end: bool = True  # `records` are of whole runs, not of beginnings that stand in for them
+    early_gain: float = 1.0  # how many times lower the best of `tried` was where they were compared: what choosing it there had gained
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,8 @@ def look(search: Search, get: Get) -> Look:
         if wider == current or rounds == search.extend:
             break
         current, rounds = wider, rounds + 1
-    contest = _contest(search, [*([centre] if centre else []), *(clear[:CHALLENGERS] if centre else order)], get)
+    alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
+    contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
     if contest.missing:
         return Look(contest.missing, known)
     found = _report(search, contest.winner, get, search.searched)
@@ -218,8 +221,9 @@ def look(search: Search, get: Get) -> Look:
 
 def _with_grid(found: Tuned, grid: Search, best: Setting, trials: Mapping[Setting, Record]) -> Tuned:
     """What was found, with all that was tried."""
-    edge, tried = grid.on_edge(best), tuple(trials.values())
-    return replace(found, tried=tried, on_edge=edge, grid_steps=grid.grid_steps, planned=len(grid.grid))
+    edge, at = grid.on_edge(best), grid.grid_steps
+    gain = _trial_loss(trials[best], at) / min(_trial_loss(r, at) for r in trials.values()) if at and best in trials else 1.0
+    return replace(found, tried=tuple(trials.values()), on_edge=edge, grid_steps=at, planned=len(grid.grid), early_gain=gain)
 
 
 def _clearly_better(
@@ -238,17 +242,19 @@ class _Contest:
     missing: tuple[Setting, ...] = ()  # what must be run before it is decided
 
 
-def _contest(search: Search, candidates: Sequence[Setting], get: Get) -> _Contest:
+def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setting], order: Sequence[Setting], get: Get) -> _Contest:
     """The lowest loss at the end of training, with the seed that selects, among those that no seed that reports finds to explode.
 
-    Without short runs all of the grid is there; with them, the centre and its challengers are run to the end.
+    Without short runs all of the grid is there. With them, the centre and its challengers are run to the end, and, should the centre
+    have exploded on the way, the best of the grid in its place.
     """
-    first = candidates[0]
+    first = centre or next(iter(order), search.grid[0])
     if search.grid_steps is not None:
-        for s in candidates[: CHALLENGERS + 1] if search.centre else candidates[:CHALLENGERS]:
+        lost = centre is not None and (ended := get(centre)) is not None and ended.score > ended.end_loss(search.grid_steps)
+        for s in [*challengers[:CHALLENGERS], *(order[: CHALLENGERS + 1] if lost else ())]:
             if get(s) is None:
                 return _Contest(first, (s,))
-    there = [s for s in candidates if get(s) is not None]
+    there = [s for s in dict.fromkeys((first, *order)) if get(s) is not None]
     for s in sorted(there, key=lambda s: _score(get(s))):
         if not any(exploded(record) for seed in search.reports(s) if (record := get(seed))):
             return _Contest(s)
@@ -295,7 +301,8 @@ def _report(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
     best = base.but(lr=setting.lr, damping=setting.damping)
     chosen = get(best)
     shown, tried = known(base) or ((chosen,) if chosen else ()), ((chosen,) if chosen else ())
-    return Look(missing, Tuned(best, shown, tried, False, searched, False, None, len(search.grid), selecting=not known(base)))
+    tuned = Tuned(best, shown, tried, False, searched, False, None, len(search.grid), not known(base), best.steps == setting.steps)
+    return Look(missing, tuned)
 
 
 def tune_all(searches: Mapping[str, Search], run_all: RunAll, stored: Get = lambda _: None) -> dict[str, Tuned]:

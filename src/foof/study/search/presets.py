@@ -56,12 +56,14 @@ TRIALS = 9  # of every method in a figure at the paper's size: three λ with thr
 def search(
     preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1, known: bool = True,
     grid_steps: int | None = None, ridge: tuple[int, int] | None = RIDGE, below: int = 1,
+    every: int = 2,
 ) -> Search:  # fmt: skip
     """A method's search at this preset: around the paper's setting, or around one that suits the smaller study.
 
     The paper's settings are given in the library's scale: (lr/B, λ/B) of its FOOF and KFAC at batch size B. Not `known`: it is ours.
-    At the paper's size every method has `TRIALS` trials: a damped one three λ, of which `below` are smaller than the paper's, each with
-    three learning rates that follow its `ridge`; without a ridge λ is given. The smaller study searches learning rates.
+    At the paper's size every method has `TRIALS` trials: a damped one three λ, `every` so many decades, of which `below` are smaller than
+    the paper's, each with three learning rates that follow its `ridge`; without a ridge λ is given. The smaller study searches learning
+    rates.
     """
     lr, damping = paper if preset.centred or quick is None else quick
     row = Row(ladder(lr, 3) if preset.fine else (lr,), damping)
@@ -71,9 +73,9 @@ def search(
     if damping is None:
         rows = (Row(ladder(lr, TRIALS)),)
     elif isinstance(damping, float) and ridge is not None:
-        rows = tuple(row.moved(2 * i, i * (-ridge[0] if i < 0 else ridge[1])) for i in range(-below, 3 - below))
+        rows = tuple(row.moved(every * i, i * (-ridge[0] if i < 0 else ridge[1])) for i in range(-below, 3 - below))
     short = grid_steps or preset.grid_steps
-    return Search(setting, rows, extend=preset.extend, seeds=preset.seeds, centre=(lr, damping), known=known, urgency=urgency,
+    return Search(setting, rows, every, extend=preset.extend, seeds=preset.seeds, centre=(lr, damping), known=known, urgency=urgency,
                   grid_steps=short if short and short < setting.steps else None)  # fmt: skip
 
 
