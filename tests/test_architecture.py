@@ -65,9 +65,12 @@ study.paper.catalogue
 study.paper.notes
 study.paper.published
 study.paper.experiments
+study.paper.answers
+study.paper.trials
 study.paper
 study.show.plots
 study.show.svg
+study.show.scoreboard
 study.show.drawings
 study.show.headline
 study.show.report
