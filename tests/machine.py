@@ -309,9 +309,10 @@ Estimate = dict[Matrix, dict[str, Moment]]  # what update_curvature has seen
 class Graph:
     """A forward pass of both models, still to be differentiated."""
 
-    out: Tensor  # of the model with the optimizer
     x: Tensor
     y: Tensor
+    out: Tensor  # of the model with the optimizer
+    twin_x: Tensor
     twin_out: Tensor
     calls: list[Call]
     estimates: list[Any] = field(default_factory=list)
@@ -556,9 +557,7 @@ class Twin:
         return [
             matrix.name
             for matrix, mine in self.ready().items()
-            if matrix.inverse is None
-            and self._first_inverse(matrix, mine) is None
-            and bool((matrix.modules[0].weight.grad != 0).any())
+            if matrix.inverse is None and self._first_inverse(matrix, mine) is None and bool((matrix.modules[0].weight.grad != 0).any())
         ]
 
     def step(self) -> None:
@@ -692,8 +691,11 @@ class Loop:
         x, y = self.case.batch(seed, size)
         if poison and x.is_floating_point():
             x[0] = float("nan")
-        twin_out, calls = self.twin.forward(x)
-        graph = Graph(self.model(x), x, y, twin_out, calls)
+        twin_x = x.clone()
+        for each in (x, twin_x):
+            each.requires_grad_(x.is_floating_point())
+        out, (twin_out, calls) = self.model(x), self.twin.forward(twin_x)
+        graph = Graph(x, y, out, twin_x, twin_out, calls)
         self.graphs.append(graph)
         return graph
 
@@ -701,11 +703,26 @@ class Loop:
         self.opt.update_curvature(graph.out, graph.y)
         self.twin.update_curvature(graph)
 
+    def update_curvature_from_inputs(self, seed: int, size: int) -> None:
+        """The natural gradient's Fisher from a batch of its own."""
+        x, y = self.case.batch(seed, size)
+        self.opt.update_curvature(inputs=x, y=y)
+        twin_out, calls = self.twin.forward(x)
+        self.twin.update_curvature(Graph(x, y, twin_out, x, twin_out, calls))
+
     def backward(self, graph: Graph, share: float = 1.0, retain: bool = False) -> None:
         graph.loss(graph.out, share).backward(retain_graph=retain)
         self.twin.backward(graph, share)
         if not retain:
             self.graphs.remove(graph)
+            with torch.no_grad():
+                graph.x.zero_()  # a buffer for the next batch
+
+    def saliency(self, graph: Graph) -> None:
+        """The gradient of the inputs, which passes the weights by."""
+        if graph.x.requires_grad:
+            ours, theirs = torch.autograd.grad(graph.loss(graph.out, 1.0), graph.x, retain_graph=True), graph.loss(graph.twin_out, 1.0)
+            agree("gradient of the inputs", ours[0], torch.autograd.grad(theirs, graph.twin_x, retain_graph=True)[0])
 
     def autograd_grad(self, graph: Graph, assign: bool = False) -> None:
         """Gradients that are looked at and thrown away, or assigned by hand."""
@@ -766,6 +783,20 @@ class Loop:
         self.opt.step()
         self.twin.step()
         self.graphs = []  # their weights have changed
+
+    def step_with_closure(self, seed: int, size: int) -> None:
+        """The closure zeroes gradients, calls the model and goes backward."""
+
+        def closure() -> Tensor:
+            self.zero_grad()
+            graph = self.forward(seed, size)
+            self.update_curvature(graph)
+            self.backward(graph)
+            return graph.loss(graph.out.detach(), 1.0)
+
+        self.opt.step(closure)
+        self.twin.step()
+        self.graphs = []
 
     # --- settings -------------------------------------------------------------------------------------------------------------
 
@@ -896,6 +927,11 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
                 loop.zero_grad(whose)
             loop.check()
 
+        @rule(seed=SEEDS, size=SIZES)
+        def train_with_closure(self, seed: int, size: int) -> None:
+            self.loop.step_with_closure(seed, size)
+            self.loop.check()
+
         @rule(seed=SEEDS, size=SIZES, estimate=st.booleans(), backward=st.booleans(), poison=st.booleans(), whose=WHOSE, zero=st.booleans())
         def skip(self, seed: int, size: int, estimate: bool, backward: bool, poison: bool, whose: str, zero: bool) -> None:
             """A batch that is not trained on after all. ``zero``: before it, too."""
@@ -935,9 +971,12 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
             self.loop.check()
 
         @precondition(lambda self: self.loop.graphs and not self.loop.case.graph_only)
-        @rule(which=WHICH, assign=st.booleans())
-        def autograd_grad(self, which: int, assign: bool) -> None:
-            self.loop.autograd_grad(self.graph(which), assign and self.loop.may_assign)
+        @rule(which=WHICH, what=st.sampled_from(["looked at", "assigned", "of the inputs"]))
+        def autograd_grad(self, which: int, what: str) -> None:
+            if what == "of the inputs":
+                self.loop.saliency(self.graph(which))
+            else:
+                self.loop.autograd_grad(self.graph(which), what == "assigned" and self.loop.may_assign)
             self.loop.check()
 
         @rule()
@@ -977,7 +1016,14 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
                 loop.checkpoint()
             loop.check()
 
-        if METHODS[method].kind != "natural":
+        if METHODS[method].kind == "natural":
+
+            @rule(seed=SEEDS, size=SIZES)
+            def update_curvature_from_inputs(self, seed: int, size: int) -> None:
+                self.loop.update_curvature_from_inputs(seed, size)
+                self.loop.check()
+
+        else:
 
             @rule(seeds=st.lists(SEEDS, min_size=1, max_size=2), size=SIZES)
             def initialise(self, seeds: list[int], size: int) -> None:

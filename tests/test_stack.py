@@ -171,7 +171,7 @@ def test_a_first_batch_that_is_not_finite_is_refused():
     opt = foof.FOOF(model)
     model(torch.full((4, 6), float("nan"))).sum().backward()
     before = flat(model)
-    with pytest.warns(UserWarning, match="NaN or inf"), pytest.raises(ValueError, match="or not finite"):
+    with pytest.raises(ValueError, match="or not finite"):
         opt.step()
     assert torch.equal(flat(model), before)
 
