@@ -75,9 +75,7 @@ def differentiable_once(why: str) -> Callable[[Backward], Backward]:
                 return answers
             sources = [t for t in (*ctx.saved_tensors, *grads) if isinstance(t, Tensor) and t.requires_grad]
             given = [a for a in answers if a is not None]
-            if not (sources and given):
-                return answers
-            refusing = iter(_Refused.apply(why, len(given), *given, *sources))
+            refusing = iter(_Refused.apply(why, len(given), *given, *(sources or [torch.zeros((), requires_grad=True)])) if given else ())
             return tuple(None if a is None else next(refusing) for a in answers)
 
         return once
