@@ -52,9 +52,10 @@ def inside_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
-def batched_backward() -> bool:
-    """Is this backward pass one for many gradients at once (``is_grads_batched=True``, ``torch.func.vmap``)?"""
-    return bool(torch._C._are_functorch_transforms_active())
+def batched(e: Tensor) -> bool:
+    """Does this gradient stand for many at once (``is_grads_batched=True``, ``torch.func.vmap``)?"""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(e) or functorch.is_legacy_batchedtensor(e))
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:

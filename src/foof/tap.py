@@ -102,7 +102,7 @@ class _Junction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         layer: Layer = ctx.layer
-        if _torch.batched_backward():
+        if _torch.batched(e):
             raise NotImplementedError(
                 f"{layer.label}: many gradients at once (is_grads_batched=True, vmap over a backward pass) cannot come through a layer "
                 "with an optimizer of foof on it: ask for one at a time, or call the optimizer's remove() first."
