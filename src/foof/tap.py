@@ -115,6 +115,8 @@ class _Junction(torch.autograd.Function):
                 lands = Destination.GRAD in (to_weight, to_bias)
                 pass_id = _torch.backward_pass_id() if ctx.within < 0 else ctx.within
                 matrix = ctx.receiver.receive(Visit(layer, x, e, lands, ctx.notes, ctx.mask, pass_id))
+                if matrix is None and _torch.has_hooks(weight):  # which expect a gradient
+                    grad_weight = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
                 if matrix is not None:
                     grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
                     if grad_bias is not None:
