@@ -75,9 +75,7 @@ def differentiable_once(why: str) -> Callable[[Backward], Backward]:
                 return answers
             sources = [t for t in (*ctx.saved_tensors, *grads) if isinstance(t, Tensor) and t.requires_grad]
             given = [a for a in answers if a is not None]
-            if not (sources and given):
-                return answers
-            refusing = iter(_Refused.apply(why, len(given), *given, *sources))
+            refusing = iter(_Refused.apply(why, len(given), *given, *(sources or [torch.zeros((), requires_grad=True)])) if given else ())
             return tuple(None if a is None else next(refusing) for a in answers)
 
         return once
@@ -104,7 +102,7 @@ class _Junction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         layer: Layer = ctx.layer
-        if _torch.batched_backward():
+        if _torch.batched(e):
             raise NotImplementedError(
                 f"{layer.label}: many gradients at once (is_grads_batched=True, vmap over a backward pass) cannot come through a layer "
                 "with an optimizer of foof on it: ask for one at a time, or call the optimizer's remove() first."
@@ -117,6 +115,8 @@ class _Junction(torch.autograd.Function):
                 lands = Destination.GRAD in (to_weight, to_bias)
                 pass_id = _torch.backward_pass_id() if ctx.within < 0 else ctx.within
                 matrix = ctx.receiver.receive(Visit(layer, x, e, lands, ctx.notes, ctx.mask, pass_id))
+                if matrix is None and _torch.has_hooks(weight):  # which expect a gradient
+                    grad_weight = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
                 if matrix is not None:
                     grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
                     if grad_bias is not None:

@@ -44,7 +44,7 @@ def make_fallback(rest: Fallback, groups: list[dict[str, Any]], weight_decay: fl
     if callable(rest):
         made = rest(groups)  # type: ignore[arg-type]  # any torch optimizer takes groups as it takes parameters
         if not isinstance(made, Optimizer):
-            raise TypeError(f"rest=... as a factory must return a torch optimizer of the parameters it is given, got {type(made).__name__}.")
+            raise TypeError(f"rest=... as a factory must return a torch optimizer of the parameters given, got {type(made).__name__}.")
         return made
     kind, options = fallback_named(rest)
     return kind(groups, maximize=maximize, **{"lr": 1e-3, "weight_decay": weight_decay, **options})  # type: ignore[call-arg]
@@ -122,6 +122,13 @@ def check_learning_rates(groups: Sequence[Mapping[str, Any]], ratio: float) -> N
             f"each of the {len(groups)} groups, max_lr=[group['lr'] for group in opt.param_groups], or make the optimizer with "
             f'rest={{"name": "adamw", "lr": ...}} as you mean it.'
         )
+
+
+def mean_over_rows(loss_average: str) -> bool:
+    """Is the loss a mean over a datapoint's rows, too?"""
+    if loss_average not in ("batch", "batch+sequence"):
+        raise ValueError(f'loss_average must be "batch" or "batch+sequence", got {loss_average!r}.')
+    return loss_average == "batch+sequence"
 
 
 def refuse_moved(names: Mapping[str, Any], moved: Mapping[str, str], whose: str) -> None:

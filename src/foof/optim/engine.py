@@ -7,6 +7,7 @@ The way of one batch: tap → ``receive`` (gather, and hand back the neuron grad
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -22,7 +23,7 @@ from foof.covering import by_matrix, covered_layers
 from foof.layers import Layer
 from foof.optim import checkpoint, sharing
 from foof.optim.block import Block
-from foof.optim.estimators import Estimator, Seen
+from foof.optim.estimators import STATISTICS_LIMIT, Estimator, Seen
 from foof.optim.step import Bypass, Ledger, Step
 from foof.passes import buffers_kept
 from foof.statistics import MovingAverage, Schedule, exact
@@ -51,6 +52,9 @@ class Engine:
         for block in self.blocks:
             block.shares_weight = any(other.weight is block.weight for other in self.blocks if other is not block)
         self._block_of = {id(layer): block for block in self.blocks for layer in block.layers}
+        self._warned: set[str] = set()
+        self._weights = {block: block.weight for block in self.blocks}
+        self._warn_of_memory()
         self.step = Step(self.blocks, self.estimator.moments)
         self.ledgers: dict[Block, Ledger] = {}  # of the step that is being taken
         self.mask: Tensor | None = None  # which rows of the inputs count, in forward passes from now on
@@ -61,7 +65,6 @@ class Engine:
         self._sharded = any(distributed.is_sharded(block.weight) for block in self.blocks)
         self._bypass: dict[Block, Bypass] = {}
         self.handles: list[Any] = []
-        self._warned: set[str] = set()
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +75,17 @@ class Engine:
         """The covered parameters, in the order of ``model.parameters()``."""
         covered = {id(p) for block in self.blocks for layer in block.layers for p in layer.parameters}
         return [p for p in self.model.parameters() if id(p) in covered]
+
+    def _warn_of_memory(self) -> None:
+        """Of layers so wide that their statistics take more memory than anybody would expect."""
+        for block in self.blocks:
+            dtype = torch.promote_types(block.weight.dtype, torch.float32)
+            shapes = [self.estimator.moment_shape(block.layer, key) for key in self.estimator.moments]
+            needed = 2 * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
+            if needed > STATISTICS_LIMIT:
+                self.warn(f"{block.name}: its second moments {', '.join(map(str, shapes))} and inverse take {needed / 2**30:.1f} GiB. "
+                          f'FOOF(blocks="auto") splits its inputs into diagonal blocks; exclude=[{block.layer.name!r}] leaves it to the '
+                          "fallback optimizer.")
 
     # --- the backward pass ----------------------------------------------------------------------------------------------
 
@@ -85,6 +99,8 @@ class Engine:
                       "of its layers are neuron gradients: call its step(), or its remove() if it is no longer wanted.", once=True)
         layer, x, e = visit.layer, visit.x, visit.e
         block = self._block_of[id(layer)]
+        if not self._sharded:  # FSDP has another one here, for the time of the pass
+            self._check_weight(block)
         block.follow_weight()
         block.rows = layer.rows(e)
         ledger = self.step.ledger(block, visit.lands)
@@ -122,16 +138,19 @@ class Engine:
     @exact
     def prepare(self) -> None:
         """Before the update: make every covered ``.grad`` that is not yet the method's gradient so."""
+        for block in self.blocks:  # or an error, before anything moves
+            self._check_weight(block)
+            block.damping  # noqa: B018
         check_frozen(self.blocks)
-        for block in self.blocks:
-            block.damping  # noqa: B018  # or an error, before anything moves
         self.ledgers = self.step.settle()
         with_gradient = [block for block in self.blocks if block.weight.grad is not None]
         if not with_gradient:
             return
         for block in self.blocks:
             if block.weight.grad is None and block.weight.requires_grad:
-                self.warn(f"{block.name}: the loss does not reach this layer; it is not updated.", once=True)
+                gone = not any(module is block.layer.module for module in self.model.modules())
+                why = "has been taken out of the model since the optimizer was made" if gone else "is not reached by the loss"
+                self.warn(f"{block.name}: this layer {why}; it is not updated.", once=True)
         self.estimator.prepare(self, self.ledgers)
         if self.keeps_plain:
             self.plain_gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.params]
@@ -140,6 +159,13 @@ class Engine:
         self._start({block: ledger for block, ledger in (plain | provisional).items() if block.inverse is None})
         self.estimator.precondition({block: ledger for block, ledger in plain.items() if block.inverse is not None or not block.moments})
         self._warn_of_bypasses()
+
+    def _check_weight(self, block: Block) -> None:
+        if block.weight is not self._weights[block]:
+            raise RuntimeError(
+                f"{block.name}: its weight is another one than when the optimizer was made (resize_token_embeddings(), weight_norm, "
+                "load_state_dict(assign=True)?), which no step would train: call remove() and make a new optimizer."
+            )
 
     def _is_plain(self, block: Block) -> bool:
         """Is this block's ``.grad`` still the plain gradient?"""
