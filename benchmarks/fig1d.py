@@ -18,7 +18,7 @@ import torch
 
 import foof
 from foof.study.data import load
-from foof.study.models import mlp
+from foof.study.train.models import mlp
 
 RESULTS = Path(__file__).with_suffix(".json")
 PAPER = {"sgd+m": 0.01275, "natural-mc": 0.03596, "natural-full": 0.002798, "kfac": 4.58e-07}  # loss at update 99, figures.md

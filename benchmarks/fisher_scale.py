@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import foof
-from foof.study.models import mlp
+from foof.study.train.models import mlp
 
 ROWS = [
     ("foof", "mlp", 10, 1000), ("foof", "mlp", 100, 1000), ("foof", "mlp", 300, 1000), ("foof", "mlp", 1000, 100),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import foof
+from foof.study.train import ablations
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -97,6 +98,8 @@ OPTIMIZERS = {
     "muon": lambda model: foof.precondition(
         torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1), model, damping=0.1, T=3
     ),
+    "foof.Muon": lambda model: foof.Muon(model, lr=0.1, weight_decay=0.01, T=4, S=2, rest={"lr": 0.03}),
+    "foof.AdamW": lambda model: foof.AdamW(model, lr=0.03, T=3, S=1),
     "kfac": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, momentum=0.9, weight_decay=0.01, T=4, S=2),
     "kfac-cholesky": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=1),
     "kfac-standard": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, damping_mode="standard", T=3, S=1),
@@ -104,9 +107,9 @@ OPTIMIZERS = {
     "kfac-empirical": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, fisher="empirical", T=3),
     "kfac-subsampled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, ema=0.0, samples=2, datapoints=4, T=2),
     "kfac-adaptive": lambda model: foof.KFAC(model, damping=0.1, T=2, adaptive=True),
-    "kfac-deferred": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, deferred=True),
-    "kfac-drop-scaled": lambda model: foof.KFAC(model, lr=0.2, damping=0.1, T=3, second_factor="drop-scaled"),
-    "kfac-drop-rescaled": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=3, second_factor="drop-rescaled"),
+    "kfac-deferred": lambda model: ablations.kfac(model, lr=0.3, damping=0.1, T=3, deferred=True),
+    "kfac-drop-scaled": lambda model: ablations.kfac(model, lr=0.2, damping=0.1, T=3, second_factor="drop-scaled"),
+    "kfac-drop-rescaled": lambda model: ablations.kfac(model, lr=0.3, damping=0.1, T=3, second_factor="drop-rescaled"),
     "kfac-adamw": lambda model: foof.precondition(
         torch.optim.AdamW(model.parameters(), lr=0.03), model, method="kfac", damping=0.1, T=3
     ),

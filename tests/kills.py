@@ -17,11 +17,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from foof.study.experiments import experiments_of
-from foof.study.presets import PRESETS
-from foof.study.setting import Setting
-from foof.study.store import Store
-from foof.study.sweep import WorkerDied, sweep
+from foof.study.paper.experiments import experiments_of
+from foof.study.search.presets import PRESETS
+from foof.study.search.store import Store
+from foof.study.search.sweep import WorkerDied, sweep
+from foof.study.train.setting import Setting
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "sweep_kills.json"
 

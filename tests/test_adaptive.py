@@ -11,6 +11,7 @@ import foof
 from cases import flat
 from foof.likelihood import Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, ModelCall, fisher_in
+from foof.study.train import ablations, updates
 from oracle import full_fisher, relative_error
 from test_kfac import batch, net, step
 
@@ -55,7 +56,7 @@ def test_adaptive_step_and_momentum_minimise_the_quadratic_model():
         opt.update_curvature(out)
         nn.functional.cross_entropy(out, y).backward()
         pieces = []
-        for name, matrix in opt.updates().items():
+        for name, matrix in updates.updates(opt).items():
             assert name in ("0", "2", "4")
             pieces += [matrix[:, :-1].flatten(), matrix[:, -1]]
         plane = torch.stack([-torch.cat(pieces), previous])[: 1 if t == 0 else 2]
@@ -76,7 +77,7 @@ def test_without_adaptive_steps_each_group_has_its_own_lr_and_momentum(kind):
         x, params = x.double(), list(model.parameters())
         groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.3, "momentum": 0.9}]
         options = {"lr": 0.1, "damping": 0.2, "fisher": "full", "groups": groups, "adaptive": adaptive, "T": 1}
-        opt = foof.KFAC(model, deferred=True, **options) if kind == "kfac" else foof.NaturalGradient(model, **options)
+        opt = ablations.kfac(model, deferred=True, **options) if kind == "kfac" else foof.NaturalGradient(model, **options)
         for _ in range(3):
             F = full_fisher(model, x, params, "categorical")
             opt.zero_grad()
@@ -129,8 +130,8 @@ def test_an_adaptive_step_after_a_skipped_one_with_zero_grad_in_between():
         opt.update_curvature(out)
         opt.zero_grad()
         nn.functional.cross_entropy(out, y).backward()  # of the first batch no step is taken
-    attached = opt.preconditioner
-    assert [call.args[0] is x for call in attached.batches] == [True]
+    notes = [note for ledger in opt.preconditioner.step.settle().values() for note in ledger.notes if isinstance(note, ModelCall)]
+    assert [call.args[0] is x for call in notes] == [True]
     opt.step()
 
 

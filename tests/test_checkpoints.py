@@ -9,6 +9,7 @@ from torch import nn
 
 import foof
 from cases import OPTIMIZERS, batch, flat, mlp, norm_net, train
+from foof.study.train import ablations
 from oracle import relative_error
 
 
@@ -46,7 +47,7 @@ ENUMERATED = {  # another precision would draw other labels
     "foof-cholesky": OPTIMIZERS["foof-cholesky"],
     "kfac": OPTIMIZERS["kfac-full"],
     "kfac-standard": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, fisher="full", damping_mode="standard", T=3, S=1),
-    "kfac-deferred": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, fisher="full", deferred=True, T=3, S=1),
+    "kfac-deferred": lambda model: ablations.kfac(model, lr=0.1, damping=0.1, fisher="full", deferred=True, T=3, S=1),
     "natural": lambda model: foof.NaturalGradient(model, lr=0.05, damping=0.1, fisher="full", T=4),
 }
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from foof import cli
-from foof.study import experiments
-from foof.study.presets import PRESETS
-from foof.study.setting import Record, Setting
-from foof.study.store import Store
-from foof.study.sweep import Interrupted
-from foof.study.verdict import Ruling
+from foof.study.paper import experiments
+from foof.study.paper.verdicts import Ruling
+from foof.study.search.presets import PRESETS
+from foof.study.search.store import Store
+from foof.study.search.sweep import Interrupted
+from foof.study.train.setting import Record, Setting
 
 
 def foof(capsys, *arguments) -> tuple[int, str, str]:

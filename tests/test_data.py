@@ -12,9 +12,10 @@ import pytest
 import torch
 from scipy.io import savemat
 
-from foof.study import data, download, formats
-from foof.study.data import Remote, load
-from foof.study.formats import DataError
+from foof.study.data import datasets as data
+from foof.study.data import download, formats
+from foof.study.data.datasets import Remote, load
+from foof.study.data.formats import DataError
 
 
 def idx(x: np.ndarray) -> bytes:

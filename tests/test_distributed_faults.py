@@ -126,7 +126,7 @@ def reach_unequally(rank):
             opt.zero_grad()
             nn.functional.cross_entropy(model(x, extra=rank == 0), y).backward()
             opt.step()
-    blocks = {block.name: block.factor is not None for block in opt.preconditioner.blocks}
+    blocks = {block.name: block.inverse is not None for block in opt.preconditioner.blocks}
     return flat(model), blocks
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import foof
 from cases import batch, flat, net, step
-from foof import measures
+from foof.study.train import ablations, updates
 from oracle import kfac_heuristic, relative_error
 
 # --- ablations ------------------------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ def test_foof_with_kfacs_lambda(second_factor):
     """Appendix D.9, step by step: ``G (Σ + λ_A I)⁻¹``, times λ_A/λ, or with the norm of the layer's KFAC update."""
     model, (x, y) = net().double(), batch(0, 9)
     x = x.double()
-    opt = foof.KFAC(model, lr=1.0, damping=0.3, second_factor=second_factor, fisher="full")
+    opt = ablations.kfac(model, lr=1.0, damping=0.3, second_factor=second_factor, fisher="full")
     opt.initialise([x])
     raw, before = raw_gradient(model, x, y), copy.deepcopy(model)
     step(model, opt, x, y)
@@ -47,7 +47,7 @@ def test_asking_what_the_update_would_have_been_disturbs_nothing(mode):
     ends, asked = [], []
     for deferred, asks in ((False, False), (True, False), (True, True)):
         model = net()
-        opt = foof.KFAC(model, lr=0.1, damping=0.1, damping_mode=mode, T=2, deferred=deferred, generator=0)
+        opt = ablations.kfac(model, lr=0.1, damping=0.1, damping_mode=mode, T=2, deferred=deferred, generator=0)
         for t in range(6):
             x, y = batch(t)
             opt.zero_grad()
@@ -55,8 +55,8 @@ def test_asking_what_the_update_would_have_been_disturbs_nothing(mode):
             opt.update_curvature(out)
             nn.functional.cross_entropy(out, y).backward()
             if asks:
-                asked.append({k: opt.updates(k) for k in ("keep", "drop-scaled", "drop-rescaled")})
-                asked[-1]["foof"] = opt.updates(foof_damping=0.5)
+                asked.append({k: updates.updates(opt, k) for k in ("keep", "drop-scaled", "drop-rescaled")})
+                asked[-1]["foof"] = updates.updates(opt, foof_damping=0.5)
                 before = {n: m.weight.clone() for n, m in model.named_modules() if isinstance(m, nn.Linear)}
             opt.step()
             if asks:  # what "keep" announced is what happened
@@ -76,7 +76,7 @@ def test_updates_needs_raw_gradients():
     model = net()
     opt = foof.KFAC(model)
     with pytest.raises(RuntimeError, match="deferred=True"):
-        opt.updates()
+        updates.updates(opt)
 
 
 # --- measures -------------------------------------------------------------------------------------------------------------------
@@ -91,17 +91,17 @@ def test_cosine_in_both_inner_products():
     def flat_in(w):
         return torch.cat([(w["a"] @ root).flatten(), (w["b"] * Sigma["b"].sqrt()).flatten()])
 
-    assert measures.cosine(u, u, Sigma) == pytest.approx(1)
-    assert measures.cosine(u, v, Sigma) == pytest.approx(torch.cosine_similarity(flat_in(u), flat_in(v), 0).item(), abs=1e-5)
+    assert updates.cosine(u, u, Sigma) == pytest.approx(1)
+    assert updates.cosine(u, v, Sigma) == pytest.approx(torch.cosine_similarity(flat_in(u), flat_in(v), 0).item(), abs=1e-5)
     plain = [torch.cat([w["a"].flatten(), w["b"].flatten()]) for w in (u, v)]
-    assert measures.cosine(u, v) == pytest.approx(torch.cosine_similarity(*plain, 0).item(), abs=1e-5)
+    assert updates.cosine(u, v) == pytest.approx(torch.cosine_similarity(*plain, 0).item(), abs=1e-5)
     with pytest.raises(ValueError, match="different layers"):
-        measures.cosine(u, {"a": u["a"]})
+        updates.cosine(u, {"a": u["a"]})
 
 
 def test_loss_after_an_update_is_the_loss_after_the_step():
     model, (x, y) = net(), batch(0)
-    opt = foof.KFAC(model, lr=0.05, damping=0.1, deferred=True)
+    opt = ablations.kfac(model, lr=0.05, damping=0.1, deferred=True)
     before = flat(model)
 
     def loss():
@@ -111,9 +111,9 @@ def test_loss_after_an_update_is_the_loss_after_the_step():
     opt.update_curvature(out)
     start = nn.functional.cross_entropy(out, y)
     start.backward()
-    foretold = measures.loss_after(opt.preconditioner, opt.updates(), 0.05, loss)
+    foretold = updates.loss_after(opt.preconditioner, updates.updates(opt), 0.05, loss)
     assert torch.equal(flat(model), before)
     opt.step()
     assert foretold == pytest.approx(loss().item(), abs=1e-6)
-    assert 0 < measures.relative_decrease(start.item(), foretold) < 1
-    assert set(measures.second_moments(opt.preconditioner)) == {"0", "2", "4"}
+    assert 0 < updates.relative_decrease(start.item(), foretold) < 1
+    assert set(updates.second_moments(opt.preconditioner)) == {"0", "2", "4"}

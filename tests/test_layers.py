@@ -10,7 +10,8 @@ from torch import nn
 
 import foof
 from cases import KINDS, mlp
-from foof.layers import TransposedLinear, covered_layers
+from foof.covering import covered_layers
+from foof.layers import TransposedLinear
 from oracle import input_rows
 
 
@@ -154,7 +155,7 @@ def test_explain_counts_what_is_kept():
     assert row.memory == 2 * 10 * 10 * 4
     opt = foof.FOOF(model)
     opt.initialise([torch.randn(20, 10)])
-    kept = [opt.preconditioner.blocks[0].moments["Sigma"].value, opt.preconditioner.blocks[0].factor.tensor]
+    kept = [opt.preconditioner.blocks[0].moments["Sigma"].value, opt.preconditioner.blocks[0].inverse.tensor]
     assert sum(t.numel() * t.element_size() for t in kept) == row.memory
 
 

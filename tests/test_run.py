@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from foof.study import models
-from foof.study.methods import METHODS, method
-from foof.study.run import batches, evaluate, run
-from foof.study.setting import Record, Setting
-from foof.study.toy import toy
+from foof.study.paper.toy import toy
+from foof.study.train import models
+from foof.study.train.methods import METHODS, method
+from foof.study.train.run import batches, evaluate, run
+from foof.study.train.setting import Record, Setting
 
 TINY = Setting(train_size=300, hidden=(12,), batch_size=50, steps=15, log_every=5)
 EACH = {
@@ -219,7 +219,7 @@ def test_similarity_is_of_kfac_alone():
 
 def test_the_transposed_damping_is_the_oracle_s_counter_example():
     import foof
-    from foof.study.methods import METHODS
+    from foof.study.train.methods import METHODS
     from oracle import kfac_standard_transposed
 
     torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_the_transposed_damping_is_the_oracle_s_counter_example():
     out = model(torch.randn(30, 5))
     optimizer.update_curvature(out)
     before = model.weight.detach().clone()
-    optimizer.preconditioner.deferred = True
+    optimizer.preconditioner.estimator.plain = True
     out.square().mean().backward()
     raw = model.weight.grad.clone()
     optimizer.step()
@@ -241,7 +241,7 @@ def test_the_transposed_damping_is_the_oracle_s_counter_example():
 
 def test_per_datapoint_foof_is_sgd_with_a_rate_per_datapoint():
     """One layer, one row per datapoint: 1/N Σ_i e_i a_iᵀ / (|a_i|² + λ)."""
-    from foof.study.methods import PerDatapointFOOF
+    from foof.study.train.methods import PerDatapointFOOF
 
     model, x, y = torch.nn.Linear(6, 3, bias=False), torch.randn(8, 6), torch.randint(3, (8,))
     before = model.weight.detach().clone()

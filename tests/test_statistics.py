@@ -59,7 +59,7 @@ def test_datapoints_of_a_pass_are_the_most_that_one_of_its_calls_had():
         seen = Gathered()
         for n in counts:
             seen.add_rows(torch.ones(n, 3), n, pass_id=7)
-        assert (seen.datapoints, seen.latest) == (20, (7, 20))
+        assert seen.of_pass == {7: 20}
         seen.add_rows(torch.ones(5, 3), 5, pass_id=8)
         assert seen.datapoints == 25
 

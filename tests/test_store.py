@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foof.study.setting import Record, Setting
-from foof.study.store import Store, StoreError, dump, export, read_dump
+from foof.study.search.store import Store, StoreError, dump, export, read_dump
+from foof.study.train.setting import Record, Setting
 
 number = st.floats(allow_nan=False)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -65,8 +65,8 @@ def test_no_store_is_made_of_another_file(tmp_path):
 
 WRITER = """
 import sys
-from foof.study.setting import Record, Setting
-from foof.study.store import Store
+from foof.study.train.setting import Record, Setting
+from foof.study.search.store import Store
 with Store(sys.argv[1]) as store:
     for seed in range(100_000):
         store.put(Record(Setting(seed=seed), "finished", {"loss": [0.5] * 500}, {"train_loss": 0.5}, {}, {}))

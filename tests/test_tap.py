@@ -9,23 +9,29 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 
 from cases import KINDS, cnn, mlp
-from foof.layers import Linear, covered_layers
-from foof.tap import Tap, backward_pass_id, existing_tap, tapped
+from foof._torch import backward_pass_id
+from foof.covering import covered_layers
+from foof.layers import Linear
+from foof.tap import Tap, existing_tap, tapped
 
 
 class Plain:
     """A receiver that returns the plain gradient and remembers the passes it saw."""
 
+    mask = None
+
     def __init__(self):
         self.passes = []
 
-    def receive(self, layer, x, e):
+    def receive(self, visit):
         self.passes.append(backward_pass_id())
-        return layer.weight_gradient(x, e)
+        return visit.layer.weight_gradient(visit.x, visit.e)
 
 
 class Silent:
-    def receive(self, layer, x, e):
+    mask = None
+
+    def receive(self, visit):
         return None
 
 

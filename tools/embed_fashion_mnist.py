@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from foof.study.formats import read_idx
+from foof.study.data.formats import read_idx
 
-TARGET = Path(__file__).parents[1] / "src/foof/study/embedded"
+TARGET = Path(__file__).parents[1] / "src/foof/study/data/embedded"
 
 
 def write_idx(path: Path, x: np.ndarray) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foof.layers import Layer, covered_layers
+from foof import notices
+from foof.covering import by_matrix, covered_layers
+from foof.layers import Layer
 from foof.passes import call_model
 from foof.tap import existing_tap, inputs_seen
 
@@ -24,6 +26,7 @@ class Row:
     why_not: str = ""
     flops: float = 0.0  # extra per step
     memory: int = 0  # bytes of statistics and inverse
+    group: str = ""  # of the optimizer
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class Explanation:
         return {row.parameter: row.why_not for row in self.rows if not row.covered}
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "covered", "extra cost/step", "statistics")
-        lines = [head] + [self._line(row) for row in self.rows]
+        head: tuple[str, ...] = ("parameter", "shape", "covered", "extra cost/step", "statistics", "group")
+        if not any(row.group for row in self.rows):
+            head = head[:-1]
+        lines = [head] + [(*self._line(row), row.group)[: len(head)] for row in self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         table.insert(1, "-" * len(table[0]))
@@ -66,32 +71,46 @@ class Explanation:
         return row.parameter, shape, row.covered, cost, memory
 
 
-def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = None) -> Explanation:
+def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = None, *, exclude: Iterable[str] = (),
+            groups: Sequence[Mapping[str, Any]] = (), left: Mapping[str, str] | None = None) -> Explanation:  # fmt: skip
     """Which parameters of a model gradient descent on neurons covers, and what that costs per step.
+
+    ``opt.explain()`` explains an optimizer, with what it excludes, its groups, and what it has ``left`` to its fallback, and why.
 
     ``inputs`` (a batch as the model takes it) makes the costs those of that batch, and finds covered layers that the model never
     calls. Without it, costs are upper bounds over batch sizes. On a model with an optimizer attached that has been trained, layers
     whose hook never fired are warned of, too.
     """
     S = min(T, 10) if S is None else S
-    layers, why_not = covered_layers(model)
+    owned = None if left is None else {id(p) for name, p in model.named_parameters() if name not in left}
+    layers, why_not = covered_layers(model, tuple(exclude), owned)
+    why_not = why_not if left is None else {**why_not, **left}
     rows_of = _rows_seen(model, layers, inputs) if inputs is not None else {}
     _warn_unused(layers, rows_of, inputs is not None)
     names = {id(p): name for name, p in model.named_parameters()}
+    group_of = {id(p): f"group {i}" for i, group in enumerate(groups) for p in group["params"]}
     rows: dict[str, Row] = {}
-    for layer in layers:
-        flops, memory = _cost(layer, rows_of.get(id(layer)), T, S)
-        how = f"{type(layer).__name__}, {layer.n}×{layer.m}" + (f" in {layer.groups} groups" if layer.groups > 1 else "")
-        weight = names[id(layer.weight)]
-        if weight in rows:  # tied
-            how = f"{rows[weight].covered}; tied: {how}"
-        rows[weight] = Row(weight, tuple(layer.weight.shape), how, "", flops, memory)
+    for same in by_matrix(layers):  # one Σ and one inverse, whatever layers use it
+        layer, seen = same[0], [rows_of[id(each)] for each in same if id(each) in rows_of]
+        flops, memory = _cost(layer, sum(seen) if seen else None, T, S)
+        how = "; tied: ".join(_kind(each) for each in same)
+        weight, shape = names[id(layer.weight)], tuple(layer.weight.shape)
+        if weight in rows:  # tied to a matrix of another layout, which has a Σ and an inverse of its own
+            before = rows[weight]
+            how, flops, memory = f"{before.covered}; tied: {how}", before.flops + flops, before.memory + memory
+        rows[weight] = Row(weight, shape, how, "", flops, memory, group_of.get(id(layer.weight), ""))
         if layer.bias is not None:
-            rows[names[id(layer.bias)]] = Row(names[id(layer.bias)], tuple(layer.bias.shape), f"one more input of {weight}")
+            bias, name = layer.bias, names[id(layer.bias)]
+            rows[name] = Row(name, tuple(bias.shape), f"one more input of {weight}", group=group_of.get(id(bias), ""))
     for name, reason in why_not.items():
-        rows[name] = Row(name, tuple(model.get_parameter(name).shape), "", reason)
+        parameter = model.get_parameter(name)
+        rows[name] = Row(name, tuple(parameter.shape), "", reason, group=group_of.get(id(parameter), ""))
     ordered = [rows[name] for name, p in model.named_parameters() if name in rows]
     return Explanation(tuple(ordered), T, S, inputs is not None)
+
+
+def _kind(layer: Layer) -> str:
+    return f"{type(layer).__name__}, {layer.n}×{layer.m}" + (f" in {layer.groups} groups" if layer.groups > 1 else "")
 
 
 def _rows_seen(model: nn.Module, layers: list[Layer], inputs: Any) -> dict[int, int]:
@@ -118,7 +137,7 @@ def _warn_unused(layers: list[Layer], rows_of: dict[int, int], measured: bool) -
     if measured:
         silent += [layer.label for layer in layers if id(layer) not in rows_of and layer.label not in silent]
     for label in silent:
-        warnings.warn(f"{label} is covered, but its forward is never called (used functionally, or not at all?): exclude it.", stacklevel=3)
+        notices.warn(f"{label} is covered, but its forward is never called (used functionally, or not at all?): exclude it.")
 
 
 def _cost(layer: Layer, rows: int | None, T: int, S: int) -> tuple[float, int]:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foof import _torch
+from foof.covering import covered_layers
 from foof.gram import GramOperator, by_layer_named
-from foof.layers import Layer, covered_layers
+from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, seeded
 from foof.notices import warn
 from foof.passes import record
@@ -242,7 +244,7 @@ def fisher_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[list[Laye
 
 def warn_of_training_mode(model: nn.Module) -> None:
     """Dropout and batch normalisation in training mode make the Fisher one of a particular forward pass."""
-    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    kinds = (_torch.Dropout, _torch.BatchNorm)
     found = sorted({type(m).__name__ for m in model.modules() if isinstance(m, kinds) and m.training})
     if found:
         warn(

@@ -167,31 +167,6 @@ class KroneckerInverse(TwoSided):
         return cls(inputs, errors, state["lambda_E"])
 
 
-class ScaledInputInverse(KroneckerInverse):
-    """FOOF with KFAC's λ_A, times ``λ_E⁻¹ = λ_A/λ`` for steps of KFAC's size (Appendix D.9, Fig. 3C+D)."""
-
-    def left(self, X: Tensor) -> Tensor:
-        return X
-
-    def finish(self, G: Tensor) -> Tensor:
-        return G / self.lambda_E[..., None, None]
-
-
-class RescaledInputInverse(KroneckerInverse):
-    """FOOF with KFAC's λ_A, rescaled to the norm of the layer's KFAC update (Appendix D.9, Fig. 4C)."""
-
-    linear = False
-
-    def apply(self, G: Tensor) -> Tensor:
-        without = self.right(G)
-        size = self.left(without.mT).norm()
-        return without * (size / without.norm().clamp_min(torch.finfo(G.dtype).tiny))
-
-    def gradient(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor:
-        e = e.to(wide(e.dtype))
-        return self.apply(layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e))
-
-
 class EigenInverse(TwoSided):
     """KFAC with standard damping: ``(Σ ⊗ Σ_E + λI)⁻¹`` (Eq. 3), exactly, in the eigenbases of the factors.
 

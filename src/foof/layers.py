@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from foof import _torch
 
 
 class Layer(ABC):
@@ -53,6 +53,11 @@ class Layer(ABC):
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [self.weight] + ([self.bias] if self.bias is not None else [])
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """How the weight is read as matrices: layers of one weight and one layout use the same matrix."""
+        return self.diagonal, self.rows_first, self.groups, self.n, self.m - self.has_bias
 
     @property
     def prior_precision(self) -> float:
@@ -172,7 +177,7 @@ class Conv(Layer):
         conv: Any = module
         self.stride, self.dilation, self.kernel = conv.stride, conv.dilation, conv.kernel_size
         self.padding_mode: str = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        self.both_sides: list[int] = list(conv._reversed_padding_repeated_twice)  # F.pad's order: last dimension first
+        self.both_sides = _torch.padding_of_both_sides(module)
         left, right = self.both_sides[::2], self.both_sides[1::2]
         self.native_padding = left[::-1] if self.padding_mode == "constant" and left == right else None
 
@@ -288,110 +293,3 @@ class Embedding(Layer):
 def _datapoints_and_rows(x: Tensor) -> Tensor:
     """``(*, k)`` as ``(N, R, k)``: the first dimension is the datapoint, those between are rows; one vector is one datapoint."""
     return x.reshape(len(x) if x.dim() > 1 else 1, math.prod(x.shape[1:-1]), x.shape[-1])
-
-
-# --- which layers of a model are covered -----------------------------------------------------------------------------------
-
-KINDS: dict[type[nn.Module], type[Layer]] = {
-    nn.Linear: Linear,
-    nn.Conv1d: Conv,
-    nn.Conv2d: Conv,
-    nn.Conv3d: Conv,
-    nn.Embedding: Embedding,
-}
-KINDS_BY_NAME: dict[str, type[Layer]] = {"transformers.pytorch_utils.Conv1D": TransposedLinear}  # kinds of libraries we do not import
-FORWARDS = {"forward", "_conv_forward"}  # what computes a module's output
-
-
-def kind_of(module: nn.Module) -> type[Layer] | None:
-    """The kind of a module, or None. A subclass, and an instance, counts while it keeps the ``forward`` of that kind."""
-    cls = type(module)
-    if not FORWARDS.isdisjoint(vars(module)):
-        return None
-    if kind := KINDS_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}"):
-        return kind
-    for known, kind in KINDS.items():
-        if isinstance(module, known) and all(getattr(cls, name, None) is getattr(known, name, None) for name in FORWARDS):
-            return kind
-    return None
-
-
-def refusal(name: str, module: nn.Module, parent: nn.Module | None) -> str | None:
-    """Why a module of a known kind cannot be covered all the same; None if it can. Complex weights are an error."""
-    weight = module._parameters.get("weight")
-    if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention calls its projections functionally, past their hooks; write q, k, v and out as nn.Linear"
-    if weight is None:
-        return "its weight is computed (parametrization), not a parameter"
-    if isinstance(weight, nn.parameter.UninitializedParameter):
-        raise ValueError(f"{name or 'the model'}: a lazy layer has no shape yet; run one batch through the model first.")
-    if not weight.requires_grad:
-        return "the layer's weight is frozen (requires_grad=False)"
-    if weight.is_complex():
-        raise TypeError(f"{name or 'the model'}: foof needs real floating-point weights, got {weight.dtype}; exclude this layer.")
-    if isinstance(module, nn.Embedding):
-        for option in ("sparse", "scale_grad_by_freq"):
-            if getattr(module, option):
-                return f"nn.Embedding with {option}=True"
-        if module.max_norm is not None:
-            return "nn.Embedding with max_norm renormalises its weight in the forward pass"
-    return None
-
-
-def covered_layers(model: nn.Module, exclude: Iterator[str] | tuple[str, ...] = (), owned: Container[int] | None = None,
-                   share_biases: bool = False) -> tuple[list[Layer], dict[str, str]]:  # fmt: skip
-    """The layers of a model that gradient descent on neurons can cover, and for each other trainable parameter why not.
-
-    ``exclude`` names modules (with all inside them) to leave alone; ``owned`` holds the ids of the parameters to choose from.
-    ``share_biases``: may a bias belong to several weights? Then there is no one matrix ``[W, bias]`` that it is part of.
-    """
-    excluded, owned = tuple(exclude), {id(p) for p in model.parameters()} if owned is None else owned
-    modules = dict(model.named_modules())
-    for name in excluded:
-        if name not in modules:
-            raise ValueError(f"exclude: the model has no module named {name!r}; names are those of model.named_modules().")
-    layers: list[Layer] = []
-    why: dict[int, str] = {}
-    for name, module in modules.items():
-        reason: str | None = "excluded by request"
-        if not any(name == other or name.startswith(other + ".") for other in excluded):
-            kind = kind_of(module)
-            reason = refusal(name, module, modules.get(name.rpartition(".")[0])) if kind else _no_kind(module)
-            if kind and reason is None and id(module.weight) in owned:
-                layers.append(kind(name, module, with_bias=id(module._parameters.get("bias")) in owned))
-                continue
-        why.update({id(p): reason or "its weight is not a parameter of the optimizer" for p in module.parameters(recurse=False)})
-    layers = _without_rival_biases(layers, why, share_biases)
-    covered = {id(p) for layer in layers for p in layer.parameters}
-    rest = {
-        name: why.get(id(p), "not of the form b = W a") if id(p) in owned else "not a parameter of the optimizer"
-        for name, p in model.named_parameters()
-        if p.requires_grad and id(p) not in covered
-    }
-    return layers, rest
-
-
-def _without_rival_biases(layers: list[Layer], why: dict[int, str], share_biases: bool) -> list[Layer]:
-    """Layers that tie one of weight and bias but not the other have no one matrix ``[W, bias]``, so their biases go to the rest."""
-    biases, weights = defaultdict[Any, set[int]](set), defaultdict[int, set[int]](set)
-    for layer in layers:
-        biases[id(layer.weight), type(layer)].add(id(layer.bias))
-        weights[id(layer.bias)].add(id(layer.weight))
-    kept = []
-    for layer in layers:
-        torn = len(biases[id(layer.weight), type(layer)]) > 1
-        if layer.bias is not None and (torn or (len(weights[id(layer.bias)]) > 1 and not share_biases)):
-            why[id(layer.bias)] = "its weight is tied to a layer with another bias" if torn else "shared by layers with other weights"
-            layer = type(layer)(layer.name, layer.module, with_bias=False)
-        kept.append(layer)
-    return kept
-
-
-def _no_kind(module: nn.Module) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention calls its projections functionally, past their hooks; write q, k, v and out as nn.Linear"
-    if not FORWARDS.isdisjoint(vars(module)):
-        return "its forward() has been replaced on the instance"
-    if isinstance(module, tuple(KINDS)):
-        return f"{type(module).__name__} overrides {type(module).__mro__[1].__name__}.forward or what it calls"
-    return f"{type(module).__name__} is not of the form b = W a"

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from foof import _torch
 from foof.gradients import Call, chunks
 from foof.layers import Layer, Linear
 from foof.likelihood import Labels, Likelihood
 from foof.statistics import wide
-from foof.tap import inputs_seen, tapped
+from foof.tap import Visit, inputs_seen, tapped
 
 MIXING = (nn.RNNBase, nn.MultiheadAttention)  # modules not covered that make rows depend on one another, along some dimension
 
@@ -145,22 +146,22 @@ class Recorder:
     can be said about the order of its dimensions.
     """
 
+    mask: Tensor | None = None
+
     def __init__(self, model: nn.Module) -> None:
         self.passes: list[list[tuple[Layer, Tensor, Tensor]]] = []
         self._common: Callable[[Layer, Tensor], bool] = lambda layer, x: False  # see to_each
         self._batch_statistics = any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None) for m in model.modules()
+            isinstance(m, _torch.BatchNorm) and (m.training or m.running_mean is None) for m in model.modules()
         )
 
-    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
-        if not self._common(layer, x):
-            self._keep(layer, x, e)
-        return None
+    def receive(self, visit: Visit) -> None:
+        if not self._common(visit.layer, visit.x):
+            self._keep(visit.layer, visit.x, visit.e)
 
     def _keep(self, layer: Layer, x: Tensor, e: Tensor) -> None:
-        origin = x if x._base is None else x._base
         first = len(self.passes) == 1  # whose x is the one that is kept
-        self.passes[-1].append((layer, x.detach().clone() if first and origin.grad_fn is None else x.detach(), e.detach()))
+        self.passes[-1].append((layer, x.detach().clone() if first and _torch.origin(x).grad_fn is None else x.detach(), e.detach()))
 
     @contextmanager
     def to_each(self, layers: Iterable[Layer], N: int, common: Callable[[Layer, Tensor], bool]) -> Iterator[None]:

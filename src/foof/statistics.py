@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from foof import _torch
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision statistics are kept in: float32 or wider."""
@@ -34,6 +36,9 @@ def exact(method: Method) -> Method:
     return exactly  # type: ignore[return-value]
 
 
+EACH_ROW = -1  # instead of a backward pass: every row counts, for means over rows
+
+
 class Gathered:
     """What one step has seen of one second moment: the sum over rows, and over how many datapoints.
 
@@ -42,35 +47,27 @@ class Gathered:
     """
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
         self.rows: Tensor | None = None  # (..., k, m), not yet multiplied out
         self.moment: Tensor | None = None  # (..., m, m) or (m,)
-        self.datapoints = 0
-        self._version = 0  # of the rows when they came
+        self.of_pass: dict[int, int] = {}  # datapoints by backward pass
+        self._written = 0  # of the rows when they came
         self._overwritten = False  # has somebody written into rows before they were multiplied out?
-        self._last_pass: int | None = None
-        self._of_pass = 0  # datapoints of the last pass
+
+    @property
+    def datapoints(self) -> int:
+        return sum(self.of_pass.values())
 
     def __bool__(self) -> bool:
         return self.datapoints > 0
-
-    @property
-    def latest(self) -> tuple[int | None, int]:
-        """The latest pass, and how many datapoints it had."""
-        return self._last_pass, self._of_pass
 
     def add_rows(self, rows: Tensor, datapoints: int, pass_id: int) -> None:
         """Rows ``(..., k, m)``. Kept as they are while that is smaller than their product, and they are alone."""
         self._count(datapoints, pass_id)
         rows = rows.to(wide(rows.dtype))
         if self.rows is None and self.moment is None and rows.shape[-2] <= rows.shape[-1]:
-            self.rows, self._version = rows, rows._version
-            return
-        if self.rows is not None:
-            self.moment, self.rows = self.product(), None
-        self._add(rows.mT @ rows)
+            self.rows, self._written = rows, _torch.version(rows)
+        else:
+            self._add(rows.mT @ rows)
 
     def add_moment(self, moment: Tensor, datapoints: int, pass_id: int) -> None:
         """A second moment already summed over its rows, ``(..., m, m)`` or its diagonal ``(m,)``."""
@@ -79,19 +76,21 @@ class Gathered:
 
     def product(self) -> Tensor:
         """The sum over rows ``Σ a aᵀ``, multiplied out."""
-        self._overwritten |= self.rows is not None and self.rows._version != self._version
+        self._overwritten |= self.rows is not None and _torch.version(self.rows) != self._written
         moment = self.rows.mT @ self.rows if self.rows is not None else self.moment
         assert moment is not None
         return moment
 
     def merge(self, other: Gathered) -> None:
-        """Add all that another has seen, of other datapoints."""
-        if not self:
-            vars(self).update(vars(other))
-        elif other:
-            self.moment, self.rows = self.product() + other.product(), None
-            self.datapoints += other.datapoints
-            self._overwritten |= other._overwritten
+        """Add all that another has seen, which itself stays as it is."""
+        empty = self.rows is None and self.moment is None
+        if empty and other.rows is not None:
+            self.rows, self._written = other.rows, other._written
+        elif other.rows is not None or other.moment is not None:
+            self.moment, self.rows = other.product().clone() if empty else self.product() + other.product(), None
+        self._overwritten |= other._overwritten
+        for pass_id, datapoints in other.of_pass.items():
+            self._count(datapoints, pass_id)
 
     def sound(self) -> Tensor:
         """Is all of it finite, and still what it was? A boolean tensor, so that one look at the device serves all layers.
@@ -100,19 +99,18 @@ class Gathered:
         """
         seen = self.rows if self.rows is not None else self.moment
         assert seen is not None
-        if self._overwritten or (self.rows is not None and self.rows._version != self._version):  # since the backward pass
+        if self._overwritten or (self.rows is not None and _torch.version(self.rows) != self._written):  # since the backward pass
             return torch.zeros((), dtype=torch.bool, device=seen.device)  # made there: nothing waits
         return torch.isfinite(seen.sum())
 
     def _count(self, datapoints: int, pass_id: int) -> None:
-        """Calls of one pass see the same datapoints, though not each of them all."""
-        if pass_id != self._last_pass:
-            self._last_pass, self._of_pass = pass_id, 0
-        if datapoints > self._of_pass:
-            self.datapoints += datapoints - self._of_pass
-            self._of_pass = datapoints
+        """Calls of one pass see the same datapoints, though not each of them all; rows that count one by one are of no pass."""
+        before = self.of_pass.pop(pass_id, 0)  # so that the latest pass comes last
+        self.of_pass[pass_id] = before + datapoints if pass_id == EACH_ROW else max(before, datapoints)
 
     def _add(self, moment: Tensor) -> None:
+        if self.rows is not None:
+            self.moment, self.rows = self.product(), None
         self.moment = moment if self.moment is None else self.moment.add_(moment)
 
 
@@ -191,10 +189,15 @@ class Schedule:
     warming_up: bool = True
 
     def __post_init__(self) -> None:
-        if self.T < 1:
-            raise ValueError(f"T is the number of steps between inversions: it must be at least 1, got {self.T}.")
-        if not 1 <= self.S <= self.T:
-            raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: it must be in 1..{self.T}, got {self.S}.")
+        if not isinstance(self.T, int) or self.T < 1:
+            raise ValueError(f"T is the number of steps between inversions: it must be a whole number, at least 1, got {self.T!r}.")
+        if not isinstance(self.S, int) or not 1 <= self.S <= self.T:
+            raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: it must be in 1..{self.T}, got {self.S!r}.")
+
+    @classmethod
+    def of(cls, T: int, S: int | None) -> Schedule:
+        """S of every T steps; by default ten, or all where there are fewer."""
+        return cls(T, S if S is not None else min(T, 10) if isinstance(T, int) else 1)
 
     def gathers(self) -> bool:
         """``((t + S) mod T) ∈ {0, ..., S-1}``: the S steps before an inversion."""

@@ -10,33 +10,60 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
 
+from foof import _torch
+from foof._torch import Destination, destination
 from foof.layers import Layer
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
+@dataclass(slots=True)
+class Visit:
+    """A backward pass comes by one call of one layer."""
+
+    layer: Layer
+    x: Tensor  # the module's input, in the shape the module uses
+    e: Tensor  # the gradient of its output, likewise, in its own precision
+    lands: bool  # is the weight's gradient accumulated into ``.grad``? Otherwise ``autograd.grad`` returns it
+    notes: list[Any]  # kept with this call for as long as its graph lives: what one pass leaves for another
+    mask: Tensor | None  # which rows count, as set when the layer was called
+    pass_id: int  # of the backward pass; within a checkpoint that runs one of its own (``use_reentrant=True``), of the pass around it
+
+
 class Receiver(Protocol):
     """What stands behind a tap."""
 
-    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
-        """The gradient for ``[W, bias]`` as a matrix ``(n, m)`` or ``(G, n, m)``, or None for no gradient.
+    mask: Tensor | None
 
-        x is the module's input, e the gradient of its output, both in the shapes the module uses; e in its own precision.
-        """
+    def receive(self, visit: Visit) -> Tensor | None:
+        """The gradient for ``[W, bias]`` as a matrix ``(n, m)`` or ``(G, n, m)``, or None for no gradient."""
+
+
+class _Refused(torch.autograd.Function):
+    """Hands tensors on; differentiating them again, by whatever they came from, is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The first ``count`` tensors; the others are what they were computed from."""
+        ctx.why = why
+        return tuple(t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(ctx.why)
 
 
 def differentiable_once(why: str) -> Callable[[Backward], Backward]:
     """For the backward of an ``autograd.Function``: what it returns has no derivatives, and asking for them is an error that says why.
 
-    torch's own ``once_differentiable`` lets it pass, as zero, where the incoming gradient is a constant.
+    torch's own ``once_differentiable`` lets it pass, as zero, where nothing of the incoming gradient leads to what is asked for.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -46,8 +73,10 @@ def differentiable_once(why: str) -> Callable[[Backward], Backward]:
                 answers = backward(ctx, *grads)
             if not torch.is_grad_enabled():  # no create_graph
                 return answers
-            ends = torch._C._functions.DelayedError(why.encode(), len(answers))
-            return ends(*[None if a is None else a.detach().requires_grad_() for a in answers])  # type: ignore[arg-type]
+            sources = [t for t in (*ctx.saved_tensors, *grads) if isinstance(t, Tensor) and t.requires_grad]
+            given = [a for a in answers if a is not None]
+            refusing = iter(_Refused.apply(why, len(given), *given, *(sources or [torch.zeros((), requires_grad=True)])) if given else ())
+            return tuple(None if a is None else next(refusing) for a in answers)
 
         return once
 
@@ -62,6 +91,8 @@ class _Junction(torch.autograd.Function):
         ctx.mark_dirty(out)  # so that an in-place activation may follow
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.receiver, ctx.bias_dtype = layer, receiver, None if bias is None else bias.dtype
+        ctx.notes, ctx.mask = [], receiver.mask
+        ctx.within = _torch.backward_pass_id()  # of a pass: this is a checkpoint's recomputation
         return out
 
     @staticmethod
@@ -71,14 +102,24 @@ class _Junction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         layer: Layer = ctx.layer
+        if _torch.batched_backward():
+            raise NotImplementedError(
+                f"{layer.label}: many gradients at once (is_grads_batched=True, vmap over a backward pass) cannot come through a layer "
+                "with an optimizer of foof on it: ask for one at a time, or call the optimizer's remove() first."
+            )
         with torch.autocast(e.device.type, enabled=False):
             grad_x = grad_weight = grad_bias = None
-            wanted = needs_weight and (_leads_to(ctx, WEIGHT) or (layer.has_bias and _leads_to(ctx, BIAS)))
-            if wanted and (matrix := ctx.receiver.receive(layer, x, e)) is not None:
-                grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
-                if grad_bias is not None:
-                    grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
-            if needs_bias and not layer.has_bias and _leads_to(ctx, BIAS):  # somebody else's: its gradient is plain
+            to_weight = destination(ctx, WEIGHT) if needs_weight else Destination.NOWHERE
+            to_bias = destination(ctx, BIAS) if needs_bias else Destination.NOWHERE
+            if to_weight != Destination.NOWHERE or (needs_weight and layer.has_bias and to_bias != Destination.NOWHERE):
+                lands = Destination.GRAD in (to_weight, to_bias)
+                pass_id = _torch.backward_pass_id() if ctx.within < 0 else ctx.within
+                matrix = ctx.receiver.receive(Visit(layer, x, e, lands, ctx.notes, ctx.mask, pass_id))
+                if matrix is not None:
+                    grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
+                    if grad_bias is not None:
+                        grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
+            if not layer.has_bias and to_bias != Destination.NOWHERE:  # somebody else's: its gradient is plain
                 grad_bias = layer.bias_gradient(e).to(ctx.bias_dtype)
             if needs_x:
                 grad_x = layer.input_gradient(x.to(e.dtype), e, weight.to(e.dtype)).to(x.dtype)
@@ -86,20 +127,6 @@ class _Junction(torch.autograd.Function):
 
 
 WEIGHT, BIAS = 2, 3  # positions among the inputs of a tap's node
-
-
-def _leads_to(node: Any, position: int) -> bool:
-    """Is this input of a tap's node among what the backward pass is for? ``autograd.grad(loss, x)`` only passes the weight by.
-
-    ``needs_input_grad`` tells what requires gradients, not what they are wanted of.
-    """
-    following = node.next_functions[position][0] if position < len(node.next_functions) else None
-    if following is None:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(following)
-    except RuntimeError:  # torch's answer for a leaf that autograd.grad() has been asked for
-        return True
 
 
 class Hook:
@@ -123,20 +150,20 @@ class Tap(Hook):
         self.layer = layer
         self.fired = False  # has the layer been called in training?
         self._receiver = weakref.ref(receiver)
-        hooks = layer.module._forward_hooks
+        hooks = _torch.forward_hooks(layer.module)
         for key in [key for key, hook in hooks.items() if _does_nothing(hook)]:  # of the model this one is a copy of
             del hooks[key]
         earlier = [key for key, hook in hooks.items() if isinstance(hook, Tap)]
         # First in line: before FSDP reshards the weight, and before hooks that change the output.
         self._handle = layer.module.register_forward_hook(self, with_kwargs=True, prepend=True)
         for key in reversed(earlier):  # but on top of any other tap
-            hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+            hooks.move_to_end(key, last=False)
 
-    @_disable_dynamo  # one clean break of a compiled graph; the public decorator would import the compiler with foof
+    @_torch.disable_dynamo
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
         receiver, layer = self.receiver, self.layer
         weight: Tensor = module.weight  # type: ignore[assignment]
-        if receiver is None or not (torch.is_grad_enabled() and weight.requires_grad) or _inside_transform():
+        if receiver is None or not (torch.is_grad_enabled() and weight.requires_grad) or _torch.inside_transform():
             return None
         if hasattr(weight, "full_tensor"):  # FSDP has gathered its shards by now; what is still sharded is so on purpose
             raise NotImplementedError(
@@ -144,12 +171,18 @@ class Tap(Hook):
                 f"exclude=[{layer.name!r}]."
             )
         self._check_first(module)
-        self.fired = True
         x = args[0] if args else next(iter(kwargs.values()))
+        if x.layout != torch.strided or x.is_nested:
+            kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+            raise TypeError(
+                f"{layer.label}: its input is {kind}, and foof needs rows that it can multiply: make it dense (to_dense(), "
+                f"to_padded_tensor(0)) or leave the layer out with exclude=[{layer.name!r}]."
+            )
+        self.fired = True
         return _Junction.apply(out.detach(), x, weight, getattr(module, "bias", None), layer, receiver)
 
     def _check_first(self, module: nn.Module) -> None:
-        for hook in module._forward_hooks.values():
+        for hook in _torch.forward_hooks(module).values():
             if hook is self:
                 return
             if not isinstance(hook, Hook):
@@ -167,35 +200,41 @@ class Tap(Hook):
         self._handle.remove()
 
 
-def _inside_transform() -> bool:
-    """Within ``torch.func`` transforms (vmap, grad), forward-mode derivatives and traces the tap stands aside: gradients are plain."""
-    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0 or torch._C._is_tracing()
-
-
 def existing_tap(module: nn.Module) -> Tap | None:
     """The live tap on a module, if any."""
-    for hook in module._forward_hooks.values():
+    for hook in _torch.forward_hooks(module).values():
         if isinstance(hook, Tap) and hook.receiver is not None:
             return hook
     return None
 
 
-def behind_a_tap(*outputs: Tensor) -> bool:
-    """Would a backward pass from these go through a tap, so that gradients are what its receiver makes of them?"""
-    left, seen = [out.grad_fn for out in outputs], set[Any]()
+def _taps_behind(*outputs: Tensor) -> Iterator[Any]:
+    """The nodes of taps that a backward pass from these goes through."""
+    left, seen, junction = [out.grad_fn for out in outputs], set[Any](), _torch.node_class(_Junction)
     while left:
         node = left.pop()
-        if isinstance(node, _Junction._backward_cls):
-            return True
         if node is not None and node not in seen:
             seen.add(node)
             left += [following for following, _ in node.next_functions]
-    return False
+            if isinstance(node, junction):
+                yield node
 
 
-def backward_pass_id() -> int:
-    """A number that all nodes of one backward pass share, and no other pass has."""
-    return torch._C._current_graph_task_id()
+def behind_a_tap(*outputs: Tensor) -> bool:
+    """Would a backward pass from these go through a tap, so that gradients are what its receiver makes of them?"""
+    return any(True for _ in _taps_behind(*outputs))
+
+
+def layers_behind(out: Tensor) -> set[Layer]:
+    """The layers whose taps a backward pass from ``out`` goes through."""
+    return {node.layer for node in _taps_behind(out)}
+
+
+def leave_note(out: Tensor, note: Any) -> None:
+    """Leave a note with the graph of ``out``, for the receiver of a later pass; nothing where it goes through no tap."""
+    for node in _taps_behind(out):
+        node.notes.append(note)
+        return
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.func import functional_call, jvp
 from torch.utils.weak import WeakIdKeyDictionary
 
+from foof import _torch
 from foof.likelihood import Likelihood
 from foof.optim.base import NeuronOptimizer
-from foof.optim.block import random_numbers_kept
+from foof.optim.engine import random_numbers_kept
 from foof.tap import Hook
 
 
@@ -63,25 +63,24 @@ def reduction_ratio(before: float, after: float, predicted: float) -> float:
     return (after - before) / predicted if predicted != 0 else float("nan")
 
 
+def check_adaptive(adaptive: Adaptive | bool, weight_decay: float, groups: Sequence[Mapping[str, Any]], maximize: bool) -> Adaptive | None:
+    """The settings from what people write; True stands for all of it."""
+    settings = (Adaptive() if adaptive else None) if isinstance(adaptive, bool) else adaptive
+    decays = weight_decay or any(group.get("weight_decay") for group in groups)
+    if settings is not None and (decays or maximize):
+        raise ValueError("the quadratic model of adaptive=... knows neither decay nor ascent: no weight_decay, no maximize.")
+    return settings
+
+
 class QuadraticModelSteps(NeuronOptimizer, ABC):
     """Steps ``δ = -αΔ + μδ₀`` by the quadratic model: Δ is the preconditioned gradient, δ₀ the previous step.
 
-    A subclass says what the Fisher is (``_fisher_in``); its preconditioner has ``params``, their raw gradients ``raw``, and λ.
+    A subclass says what the Fisher is (``_fisher_in``).
     """
 
     adaptive: Adaptive | None = None
     _coefficients: tuple[float, float] | None = None  # α and μ of the step being taken
     _predicted = 0.0
-
-    @staticmethod
-    def check_adaptive(adaptive: Adaptive | bool, weight_decay: float, groups: Sequence[Mapping[str, Any]], maximize: bool
-                       ) -> Adaptive | None:  # fmt: skip
-        """The settings from what people write; True stands for all of it."""
-        settings = (Adaptive() if adaptive else None) if isinstance(adaptive, bool) else adaptive
-        decays = weight_decay or any(group.get("weight_decay") for group in groups)
-        if settings is not None and (decays or maximize):
-            raise ValueError("the quadratic model of adaptive=... knows neither decay nor ascent: no weight_decay, no maximize.")
-        return settings
 
     @abstractmethod
     def _fisher_in(self, plane: list[Tensor]) -> Tensor:
@@ -105,7 +104,7 @@ class QuadraticModelSteps(NeuronOptimizer, ABC):
         """(α, μ) for all groups, and what the quadratic model expects of the step: ``M(δ) = gᵀδ + ½ δᵀ(F + λI)δ``."""
         settings, attached = self.adaptive, self.preconditioner
         assert settings is not None
-        params: list[nn.Parameter] = attached.params  # type: ignore[attr-defined]
+        params = attached.params
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         plane = [torch.stack([torch.zeros_like(p) if p.grad is None else -p.grad, self._momentum(p)]) for p in params]
         if not settings.step:  # each group's own lr and momentum: the step is the sum of the two
@@ -114,7 +113,7 @@ class QuadraticModelSteps(NeuronOptimizer, ABC):
                 u[1] *= group_of[id(p)]["momentum"]
         C = self._fisher_in(plane)
         slope = C.new_zeros(2)
-        for p, u, g in zip(params, plane, attached.raw, strict=True):  # type: ignore[attr-defined]
+        for p, u, g in zip(params, plane, attached.plain_gradients, strict=True):
             flat = u.flatten(1).double()
             C = C + group_of[id(p)]["damping"] * (flat @ flat.mT)
             slope = slope + flat @ g.flatten().double()
@@ -176,7 +175,7 @@ class Calls(Hook):
         self._owner = weakref.ref(owner)
         self._handle = model.register_forward_hook(self, with_kwargs=True)
 
-    @_disable_dynamo
+    @_torch.disable_dynamo
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if torch.is_grad_enabled() and self._owner() is not None:
             self.latest = args, kwargs

@@ -1,11 +1,9 @@
-"""One weight matrix and what is known of it: the pieces a preconditioner works on."""
+"""One weight matrix (with its bias) and what is known of it: moving averages, their damped inverse, and how strongly it is damped."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +11,8 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof.kronecker import InputInverse
-from foof.layers import Embedding, Layer
-from foof.statistics import Gathered, MovingAverage, wide
-from foof.tap import backward_pass_id, existing_tap
+from foof.layers import Layer
+from foof.statistics import MovingAverage, wide
 
 PAPER_BATCH = 100  # the batch for which Appendix K reads the damping as the precision of the initialisation
 
@@ -49,50 +46,24 @@ class Damping:
         floor = torch.finfo(Sigma.dtype).eps * mean.max()  # a group that has seen zeros only has no gradient: any finite 1/λ will do
         return self.value * torch.where(floor > 0, mean.clamp_min(floor), 1.0)
 
-
-class Bypass:
-    """Does a weight's gradient come through its taps alone? Compares all of it, on one backward pass, with what the taps returned."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.found = False
-        self._through: Tensor | None = None
-        self._pass: int | None = None
-        self._handle: Any = weight.register_hook(self._compare)  # sees the sum over all ways to the weight
-
-    def add(self, layer: Layer, gradient: Tensor, pass_id: int) -> None:
-        """What a tap returns for the layer's matrix on this pass."""
-        if self._handle is not None:
-            mine = layer.split(gradient)[0]
-            self._through = mine if self._through is None or pass_id != self._pass else self._through + mine
-            self._pass = pass_id
-
-    @torch.no_grad()
-    def _compare(self, whole: Tensor) -> None:
-        if self._through is not None and self._pass == backward_pass_id():
-            size, rounding = whole.norm(), torch.finfo(whole.dtype).eps ** 0.5
-            if size.isfinite():  # otherwise this step will hardly be taken
-                self.found = bool((whole - self._through).norm() > rounding * size)
-                self.remove()
-
-    def remove(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._through = None
+    def absolute(self, whose: str) -> float:
+        """λ as a number, for methods in whose scale there is nothing for it to be relative to."""
+        if isinstance(self.value, str) or self.relative:
+            raise ValueError(f'{whose} damping as a positive number: damping="auto" and relative=True are FOOF\'s.')
+        return float(self.value)
 
 
 @dataclass(eq=False)
 class Block:
-    """One weight matrix (with its bias): every layer that uses it, its statistics, its factor."""
+    """One weight matrix: every layer that uses it, the moving averages of its second moments, and their damped inverse."""
 
     layers: list[Layer]
     moments: dict[str, MovingAverage]
-    gathered: dict[str, Gathered]
-    factor: Any = None
-    reached: bool = False  # has a gradient come through a tap since the last step?
+    options: Mapping[str, Any] = field(default_factory=dict)  # the group of the optimizer it belongs to: its damping
+    inverse: Any = None
+    made_of: tuple[Any, ...] = ()  # what the inverse was made of
     rows: int = 0  # rows of the latest backward pass
-    made_of: tuple[Any, ...] = ()  # what the factor was made of
-    shares_weight: bool = False  # with a block of another orientation (tied embedding and head)
-    bypass: Bypass | None = None
+    shares_weight: bool = False  # with a block of another layout (tied embedding and head)
 
     @property
     def layer(self) -> Layer:
@@ -102,144 +73,54 @@ class Block:
     def name(self) -> str:
         return " = ".join(layer.label for layer in self.layers)
 
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.layers[0].weight
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel or torch.compile, whose names are those without the wrapper."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"an optimizer on neurons needs the layers, not only their parameters: pass the model, got {type(model).__name__}.")
-    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
-    return model
+    @property
+    def damping(self) -> Damping:
+        return Damping(self.options["damping"], self.options.get("relative", False))
 
+    @property
+    def known(self) -> bool:
+        """Has every second moment been seen at least once?"""
+        return all(moment.value is not None for moment in self.moments.values())
 
-def check_free(layers: list[Layer]) -> None:
-    """Raise where a layer has an optimizer already."""
-    if any(existing_tap(layer.module) for layer in layers):
-        gc.collect()  # a forgotten optimizer lets go of its model only now: it holds itself by its hooks
-    for layer in layers:
-        if existing_tap(layer.module) is not None:
-            raise ValueError(f"{layer.label}: the model already has an optimizer on its neurons; call its remove() before making another.")
+    def gradients(self) -> list[Tensor]:
+        """``.grad`` of the weight and of the bias, where they have one."""
+        return [p.grad for p in self.layer.parameters if p.grad is not None]
 
+    def raw(self) -> Tensor:
+        """``.grad`` as the matrix ``(n, m)`` or ``(G, n, m)``."""
+        return self.layer.join(*[distributed.full(g) for g in self.gradients()], *[None] * (2 - len(self.gradients())))
 
-def has_gradient(block: Block) -> bool:
-    return block.layer.weight.grad is not None
+    def precondition(self) -> None:
+        """``.grad ← inverse(.grad)``. Where the rows of a weight are sharded and each has its own neuron gradient, shard by shard."""
+        gradients = self.gradients()
+        if isinstance(self.inverse, InputInverse) and self.layer.rows_first and all(map(distributed.sharded_by_rows, gradients)):
+            rows = [distributed.local(g).flatten(1) if g.dim() > 1 else distributed.local(g).unsqueeze(1) for g in gradients]
+            pieces = self.inverse.apply(torch.cat(rows, 1)).split([r.shape[1] for r in rows], dim=1)
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                own = distributed.local(gradient)
+                own.copy_(piece.reshape(own.shape))
+        else:
+            self.write(self.inverse.apply(self.raw()))
 
+    def write(self, matrix: Tensor) -> None:
+        """``.grad ← matrix``, in the shapes of the parameters."""
+        for gradient, whole in zip(self.gradients(), self.layer.split(matrix), strict=False):
+            assert whole is not None
+            distributed.write(gradient, whole)
 
-def check_frozen(blocks: list[Block]) -> None:
-    """Raise where one of a weight and its bias, which are preconditioned together, has been frozen by itself since."""
-    for block in blocks:
-        if len({p.requires_grad for p in block.layer.parameters}) > 1:
-            raise RuntimeError(
-                f"{block.name}: of its weight and bias, which have one neuron gradient, one was frozen after the optimizer was made. "
-                "Freeze both, or call remove() and make a new optimizer."
-            )
-
-
-def thrown_away(blocks: list[Block]) -> bool:
-    """Have backward passes since the last step left no gradient at all?"""
-    reached = [block for block in blocks if block.reached]
-    return bool(reached) and not any(map(has_gradient, reached))
-
-
-def bypassed(blocks: list[Block]) -> list[str]:
-    """Names of blocks whose gradient came by other ways, too. One step is enough to tell: it is told once."""
-    watches = {block.name: block.bypass for block in blocks if block.bypass is not None}
-    found = [name for name, watch in watches.items() if watch.found]
-    for watch in watches.values():
-        watch.remove()
-        watch.found = False
-    return found
-
-
-def value_or_zeros(block: Block, key: str) -> Tensor:
-    """The moving average of one moment, as zeros of its shape before the first update."""
-    value, layer = block.moments[key].value, block.layer
-    if value is not None:
-        return value
-    size = layer.m if key == "Sigma" else layer.n
-    shape = (size,) if layer.diagonal and key == "Sigma" else (layer.groups, size, size) if layer.groups > 1 else (size, size)
-    return torch.zeros(shape, dtype=wide(layer.weight.dtype), device=layer.weight.device)
-
-
-def without_statistics(block: Block) -> Block:
-    """The same block with identities for moments: its factor has the layout of any later one."""
-    blank = {key: MovingAverage() for key in block.moments}
-    for key, moment in blank.items():
-        zeros = value_or_zeros(Block(block.layers, {key: moment}, {}), key)
-        moment.value = zeros + (1 if zeros.dim() == 1 else torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device))
-    return Block(block.layers, blank, {})
-
-
-def inversion_cost(block: Block) -> float:
-    """What inverting a block costs, up to a constant: m³ for each factor of each group."""
-    layer = block.layer
-    return sum((layer.m if layer.diagonal else layer.groups * layer.m**3) if key == "Sigma" else layer.groups * layer.n**3
-               for key in block.moments)  # fmt: skip
-
-
-def precondition_gradient(block: Block) -> None:
-    """``.grad ← factor(.grad)``. Where the rows of a weight are sharded and each has its own neuron gradient, shard by shard."""
-    layer, gradients = block.layer, [p.grad for p in block.layer.parameters if p.grad is not None]
-    by_rows = isinstance(block.factor, InputInverse) and layer.rows_first and all(map(distributed.sharded_by_rows, gradients))
-    if by_rows:
-        rows = [distributed.local(g).flatten(1) if g.dim() > 1 else distributed.local(g).unsqueeze(1) for g in gradients]
-        pieces = block.factor.apply(torch.cat(rows, 1)).split([r.shape[1] for r in rows], dim=1)
-        for gradient, piece in zip(gradients, pieces, strict=True):
-            own = distributed.local(gradient)
-            own.copy_(piece.reshape(own.shape))
-        return
-    matrix = block.factor.apply(layer.join(*[distributed.full(g) for g in gradients], *[None] * (2 - len(gradients))))
-    for gradient, whole in zip(gradients, layer.split(matrix), strict=False):
-        assert whole is not None
-        distributed.write(gradient, whole)
-
-
-def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, pass_id: int) -> None:
-    """Add a layer's inputs of one call to what the step has seen of ``Σ = 1/N Σ_i Σ_r a_ir a_irᵀ``."""
-    callers = (x if x._base is None else x._base).grad_fn is None  # made by no operation: a buffer that may be filled again before step()
-    x = x.detach()
-    if isinstance(layer, Embedding):
-        gathered.add_moment(layer.counts(x), len(x) if x.dim() else 1, pass_id)
-        return
-    a = layer.input_rows(x)
-    if callers and a.data_ptr() == x.data_ptr():
-        a = a.clone()
-    with torch.autocast(x.device.type, enabled=False):
-        gathered.add_rows(a.flatten(-3, -2), a.shape[-3], pass_id)
-
-
-def differing_datapoints(blocks: list[Block]) -> str | None:
-    """A warning where layers count different datapoints on one pass: the first dimension of an input, of which Σ is the mean.
-
-    One that is 1 stands for all datapoints, in Σ but not in Σ_E.
-    """
-    counts: dict[int | None, dict[int, str]] = {}
-    for block in blocks:
-        pass_id, n = block.gathered["Sigma"].latest
-        if n > 1 or "Sigma_E" in block.moments:
-            counts.setdefault(pass_id, {}).setdefault(n, block.name)
-    for there in counts.values():
-        if len(there) > 1:
-            said = ", ".join(f"{n} in {name}" for n, name in sorted(there.items(), reverse=True)[:3])
-            return (
-                f"layers see different numbers of datapoints, the first dimension of their inputs: {said}. Σ is a mean over datapoints, "
-                "so lr and damping mean something else for each: give all of them inputs (N, ..., features), or leave some out with "
-                "exclude=[...]."
-            )
-    return None
-
-
-def check_architecture(saved: Mapping[str, list[int]], blocks: list[Block]) -> None:
-    """Raise if a checkpoint's matrices, by name, are not these blocks'."""
-    ours = {block.layer.name: [block.layer.groups, block.layer.n, block.layer.m] for block in blocks}
-    if saved != ours:
-        differing = sorted({name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name)})
-        lines = "; ".join(f"{name or 'model'}: saved {saved.get(name)}, model {ours.get(name)}" for name in differing[:5])
-        raise ValueError(f"this checkpoint is of another architecture ({lines} as [groups, outputs, inputs]).")
+    def follow_weight(self) -> None:
+        """Averages and inverse go where their weight has gone: ``model.double()``, ``model.to("cuda")``."""
+        here = self.weight.device, wide(self.weight.dtype)
+        if sum(moment.moved(*here) for moment in self.moments.values()) and self.inverse is not None:
+            self.inverse = type(self.inverse).from_state_dict(moved(self.inverse.state_dict(), *here))
 
 
 def moved(state: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """A copy of a factor's state, with its tensors on this device and in this precision."""
+    """A copy of an inverse's state, with its tensors on this device and in this precision."""
 
     def here(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -247,15 +128,3 @@ def moved(state: Mapping[str, Any], device: torch.device, dtype: torch.dtype) ->
         return value.to(device, dtype, copy=True) if isinstance(value, Tensor) else value
 
     return {key: here(value) for key, value in state.items()}
-
-
-def inputs_of(batch: Any) -> Any:
-    """The inputs of a batch that is either inputs or a pair (inputs, labels)."""
-    return batch[0] if isinstance(batch, (tuple, list)) else batch
-
-
-def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
-    """After the context torch's generators, the CPU's and the device's, are where they were."""
-    if device.type == "cpu":
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)

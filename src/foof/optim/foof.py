@@ -8,7 +8,10 @@ from typing import Any
 from torch import nn
 
 from foof.optim.base import NeuronOptimizer
-from foof.optim.preconditioner import Preconditioner
+from foof.optim.checks import Fallback
+from foof.optim.engine import Engine
+from foof.optim.estimators import InputMoments
+from foof.statistics import Schedule
 
 
 class FOOF(NeuronOptimizer):
@@ -25,20 +28,20 @@ class FOOF(NeuronOptimizer):
         momentum, weight_decay: of the neuron gradient; the decay is decoupled.
         ema: decay m of the moving averages; 0 uses the latest batch only.
         T, S: Σ is inverted every T steps and fed on the S steps before (default ``min(T, 10)``); at S = T on every step.
-        rest: how parameters that are not covered are stepped: ``"adamw"`` (lr 1e-3, weight_decay as above), ``"sgd"``, or a
-            mapping with options, ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``.
-        groups: covered parameters with their own lr, damping, relative, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``.
-        exclude: names of modules to leave to the rest.
+        rest: the fallback optimizer of parameters that are not covered: ``"adamw"`` (lr 1e-3, weight_decay as above), ``"sgd"``, a
+            mapping with options, ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``, or a factory,
+            ``functools.partial(torch.optim.AdamW, lr=1e-3)``.
+        groups: parameters with their own lr, damping, relative, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``. For those
+            that are not covered the weight_decay holds, and the lr where the whole group is not.
+        exclude: names of modules to leave to the fallback optimizer.
         maximize: ascend instead.
         process_group: with whom to share statistics and inversions; None: everyone in the default group, False: nobody.
     """
 
     def __init__(self, model: nn.Module, lr: float = 0.3, damping: float | str = 1.0, *, relative: bool = False,
                  momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100, S: int | None = None,
-                 rest: str | Mapping[str, Any] = "adamw", groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
+                 rest: Fallback = "adamw", groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
                  maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
+        engine = Engine(model, lambda _: InputMoments(), Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
         defaults = {"lr": lr, "damping": damping, "relative": relative, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(
-            model, defaults, groups, rest, maximize,
-            lambda damping_of: Preconditioner(model, damping_of, ema, T, S, exclude, process_group),
-        )  # fmt: skip
+        super().__init__(engine, defaults, groups, rest, maximize)

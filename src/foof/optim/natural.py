@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +14,21 @@ from foof.gradients import Call
 from foof.gram import GramOperator, by_layer_named
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
-from foof.optim.adaptive import Adaptive, QuadraticModelSteps
-from foof.optim.block import check_frozen, thrown_away
-from foof.optim.preconditioner import Block, Damping, Preconditioner
+from foof.optim.adaptive import Adaptive, QuadraticModelSteps, check_adaptive
+from foof.optim.block import Block, Damping
+from foof.optim.checks import Fallback
+from foof.optim.engine import Engine
+from foof.optim.estimators import Estimator, Host
+from foof.optim.step import Ledger, Step
 from foof.passes import Recorder, check_output, record
-from foof.tap import backward_pass_id
+from foof.statistics import Schedule
+from foof.tap import Visit
 from foof.vectors import Precision
 from foof.woodbury import Woodbury
 
 
 @dataclass(frozen=True)
-class FisherSettings:
+class ExactFisherSettings:
     """Which Fisher: its labels, its likelihood, full or block-diagonal, the precision of its Gram matrix."""
 
     labels: Labels
@@ -35,137 +38,120 @@ class FisherSettings:
     batch_size: int | None
 
 
-class NaturalPreconditioner(Preconditioner):
-    """Turns gradients into ``(F + λI)⁻¹ g``. F is replaced every T steps; in between it, and its factor, stay as they are."""
+class ExactFisher(Estimator):
+    """Turns gradients into ``(F + λI)⁻¹ g``, all blocks at once. F is replaced when it is due; in between it stays as it is."""
 
-    moment_names = ()
+    plain = True
 
-    def __init__(self, model: nn.Module, damping: Callable[[Block], Damping], T: int, exclude: Iterable[str],
-                 settings: FisherSettings, generator: torch.Generator | int | None) -> None:  # fmt: skip
-        super().__init__(model, damping, 0.0, T, None, exclude)
-        if distributed.group_of(None) is not None:
-            self.remove()
-            raise NotImplementedError(
-                "NaturalGradient solves with the Gram matrix of one process's batch: the ranks would part. Use FOOF or KFAC here."
-            )
+    def __init__(self, settings: ExactFisherSettings, generator: torch.Generator | int | None, device: torch.device) -> None:
         self.settings = settings
-        self.method = f"natural ({'layer' if settings.by_layer else 'full'})"
-        self.layers = [layer for block in self.blocks for layer in block.layers]
-        covered = {id(p): block for block in self.blocks for layer in block.layers for p in layer.parameters}
-        self.params = [p for p in model.parameters() if id(p) in covered]
-        self._block_of_param = [covered[id(p)] for p in self.params]
-        self.generator = make_generator(generator, self.device)
+        self.name = f"natural ({'layer' if settings.by_layer else 'full'})"
+        self.generator = make_generator(generator, device)
         self.operator: GramOperator | None = None
         self.damped: Woodbury | None = None  # of the operator, for the λ of the last step
-        self.keeps_raw = False
-        self.raw: list[Tensor] = []  # the gradient before the solve, if kept
-        self._recorder: Recorder | None = None
-        self._solved: list[tuple[Tensor, weakref.ref[Tensor], int]] = []  # parameters, their gradients as the last step left them
+        self.params: list[nn.Parameter] = []
+        self.layers: list[Layer] = []
+        self._block_of: list[Block] = []  # of each parameter
+        self._schedule = Schedule(1, 1)
         self._fresh = False  # has F been renewed since the last step?
+        self._step: Step | None = None
+        self._followed_by: list[Ledger] = []  # the training passes since then. None: its batch may have been skipped
 
-    # --- the Fisher ---------------------------------------------------------------------------------------------------------
+    def tie(self, engine: Engine) -> None:
+        """The layers whose Fisher it is, and when it is to be renewed."""
+        self._schedule, self._step = engine.schedule, engine.step
+        self.params, self.layers = engine.params, [layer for block in engine.blocks for layer in block.layers]
+        owner = {id(p): block for block in engine.blocks for layer in block.layers for p in layer.parameters}
+        self._block_of = [owner[id(p)] for p in self.params]
+
+    def leaves_plain(self, block: Block) -> bool:
+        return True
 
     @property
     def due(self) -> bool:
         """Is a new Fisher wanted for the coming step?"""
-        return self.operator is None or (self.schedule.t % self.schedule.T == 0 and not self._fresh)
+        self._forget_skipped()
+        return self.operator is None or (self._schedule.t % self._schedule.T == 0 and not self._fresh)
 
-    def receive(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor | None:
-        if self._recorder is not None:
-            return self._recorder.receive(layer, x, e)
-        self.enter_pass(backward_pass_id())
-        self._block_of[id(layer)].reached = True
-        return layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
+    @property
+    def replaceable(self) -> bool:
+        """Is it due, or has no training pass followed it yet, so that its batch must have been skipped when another one comes?"""
+        return self.due or (self._fresh and not self._followed_by)
 
-    def update_curvature(self, out: Tensor | None, y: Tensor | None = None, inputs: Any = None) -> None:
-        """A new Fisher, if it is due, from the outputs of a training forward pass or from inputs of its own."""
-        if (out is None) == (inputs is None):
-            raise ValueError("update_curvature needs outputs of the model, or inputs=... for a pass of its own: one of them.")
-        if thrown_away(self.blocks):
-            self.discard()
-        if not self.due:
-            return
-        self.operator = self.damped = None  # free the old ones first
+    def _forget_skipped(self) -> None:
+        """A Fisher whose training passes have all been thrown away was made for a step not taken; the one before it is gone."""
+        if self._followed_by and self._step is not None and not self._step.holds(self._followed_by):
+            self.operator, self._fresh, self._followed_by = None, False, []
+
+    def renew(self, engine: Engine, out: Tensor | None, y: Tensor | None, inputs: Any) -> None:
+        """A new Fisher from the outputs of a training forward pass, or from inputs of its own; outputs that are not finite make none."""
+        s = self.settings
         if out is None:
-            s = self.settings
-            calls, N, K = record(self.model, self.layers, inputs, y, s.labels, s.likelihood, self.generator, s.batch_size)
+            calls, N, K = record(engine.model, self.layers, inputs, y, s.labels, s.likelihood, self.generator, s.batch_size)
         else:
-            calls, N, K = self._from_outputs(out, y)
-        self.operator = GramOperator(self.params, calls, N, K, self.settings.by_layer, self.settings.dtype)
-        self._fresh = True
+            check_output(out)
+            if not torch.isfinite(out.detach()).all():
+                engine.warn("NaN or inf in the outputs given to update_curvature: there is no Fisher of this batch.")
+                return
+            calls, N, K = self._from_outputs(engine, out, y)
+        self.operator = self.damped = None  # free the old ones first
+        self.operator = GramOperator(self.params, calls, N, K, s.by_layer, s.dtype)
+        self._fresh, self._followed_by = True, []
 
-    def _from_outputs(self, out: Tensor, y: Tensor | None) -> tuple[list[Call], int, int]:
-        check_output(out)
-        self._recorder = recorder = Recorder(self.model)
-        try:
+    def _from_outputs(self, engine: Engine, out: Tensor, y: Tensor | None) -> tuple[list[Call], int, int]:
+        recorder = Recorder(engine.model)
+        with engine.recording(recorder):
             errors = self.settings.labels.errors(self.settings.likelihood, out, y, self.generator)
             calls = recorder.backward(out, errors, self.layers)
-        finally:
-            self._recorder = None
         if not calls:
             raise ValueError("these outputs do not come from a forward pass of this model, made after the optimizer was.")
         return calls, len(out), len(calls[0].errors)
 
+    def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
+        if visit.lands and self._fresh:
+            self._forget_skipped()
+            self._followed_by.append(ledger)
+
     def precision(self) -> Precision:
         """λ of each parameter, from the optimizer's groups."""
-        return Precision(tuple(number(self._damping(block)) for block in self._block_of_param))
+        return Precision(tuple(block.damping.absolute("natural gradients need") for block in self._block_of))
 
     # --- the step -----------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def before_update(self) -> None:
-        self._check_reached()
-        check_frozen(self.blocks)
+    def prepare(self, host: Host, ledgers: dict[Block, Ledger]) -> None:
+        self._forget_skipped()
         if self.operator is None:
             raise RuntimeError("there is no Fisher yet: call opt.update_curvature(inputs=...), or (out), before step().")
-        if self.due:
-            self._warn("a new Fisher is due, but update_curvature was not called before step(): the old one is used again.", once=True)
-        if self._solved and all(p.grad is not None and at() is p.grad and p.grad._version == version for p, at, version in self._solved):
-            return  # a second step on the same gradients, which have been solved with
+        if ledgers and self._schedule.t % self._schedule.T == 0 and not self._fresh:
+            host.warn("a new Fisher is due, but update_curvature was not called before step(): the old one is used again.", once=True)
+
+    def precondition(self, ledgers: dict[Block, Ledger | None]) -> None:
+        operator = self.operator
+        if operator is None or not ledgers:
+            return
+        masks = {block: ledger.masked(block.raw()) for block, ledger in ledgers.items() if ledger is not None}
         g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        self.raw = [each.clone() for each in g] if self.keeps_raw else []
         precision = self.precision()
         if self.damped is None or self.damped.precision != precision:
             self.damped = None  # free the old one first
-            self.damped = Woodbury(self.operator, precision)
+            self.damped = Woodbury(operator, precision)
         solved = self.damped.solve(g)
-        self._solved = []
         for p, natural in zip(self.params, solved, strict=True):
             if p.grad is not None:
                 p.grad.copy_(natural)
-                self._solved.append((p, weakref.ref(p.grad), p.grad._version))
+        for block, masked in masks.items():
+            if masked is not None and masked.any():
+                block.write(block.raw().masked_fill(masked, 0))
 
-    def _check_reached(self) -> None:
-        if all(p.grad is None for p in self.params):
-            raise RuntimeError(
-                "no gradient has reached any covered layer: call loss.backward() on a loss computed by this model before step()."
-            )
-
-    def after_update(self) -> None:
-        self._fresh = False
-        for block in self.blocks:
-            block.reached = False
-        self.schedule.advance()
-
-    def discard(self) -> None:
-        """A Fisher that came with gradients now thrown away was made for a step not taken: the next one wants its own."""
-        if any(block.reached for block in self.blocks):
-            self._fresh = False
-        super().discard()
-
-    def initialise(self, batches: Iterable[Any]) -> None:
-        raise NotImplementedError("natural gradients keep no averages to initialise; call update_curvature(inputs=...).")
+    def finish(self, host: Host, ledgers: dict[Block, Ledger], due: bool) -> None:
+        self._fresh, self._followed_by = False, []
 
     # --- checkpoints --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """G and its factor are only needed where the next step would still use them."""
-        return {
-            **super().state_dict(),
-            "generator": self.generator.get_state(),
-            "fresh": self._fresh,
-            "operator": None if self.operator is None or self.due else self._operator_state(self.operator),
-        }
+        """G and its factor are only needed where the next step would still use them; those of a step in the making are not kept."""
+        kept = self.operator if not (self.due or self._fresh) else None
+        return {"generator": self.generator.get_state(), "operator": None if kept is None else self._operator_state(kept)}
 
     def _operator_state(self, operator: GramOperator) -> dict[str, Any]:
         position = {id(layer): i for i, layer in enumerate(self.layers)}
@@ -177,16 +163,15 @@ class NaturalPreconditioner(Preconditioner):
             "damped": None if self.damped is None else self.damped.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         restore(self.generator, state["generator"])
-        self._fresh, saved = bool(state["fresh"]), state["operator"]
+        self._fresh, self._followed_by, saved = bool(state.get("fresh")), [], state["operator"]
         self.damped = None
         self.operator = None if saved is None else self._operator_from(saved)
 
     def _operator_from(self, saved: Mapping[str, Any]) -> GramOperator:
         def here(tensor: Tensor) -> Tensor:
-            return tensor.to(self.device, copy=True)
+            return tensor.to(self.params[0].device, copy=True)
 
         calls = [Call(self.layers[c["layer"]], here(c["x"]), [here(e) for e in c["errors"]]) for c in saved["calls"]]
         operator = GramOperator(self.params, calls, saved["N"], saved["K"], self.settings.by_layer, self.settings.dtype)
@@ -201,13 +186,6 @@ def before_woodbury(factors: Sequence[Any]) -> dict[str, Any] | None:
         return None
     parts = [{"side": "columns", "factor": factor["tensor"]} for factor in factors]
     return {"precision": factors[0]["damping"], "datapoints": factors[0]["c"], "parts": parts}
-
-
-def number(damping: Damping) -> float:
-    """λ as a number: the Fisher's scale is the model's own, there is nothing to be relative to."""
-    if isinstance(damping.value, str) or damping.relative:
-        raise ValueError('natural gradients need damping as a positive number: damping="auto" and relative=True are FOOF\'s.')
-    return float(damping.value)
 
 
 class NaturalGradient(QuadraticModelSteps):
@@ -238,41 +216,50 @@ class NaturalGradient(QuadraticModelSteps):
         generator: a seed or ``torch.Generator`` for sampled labels; by default one seeded as torch is.
     """
 
-    preconditioner: NaturalPreconditioner
-
     def __init__(self, model: nn.Module, lr: float = 1e-3, damping: float = 1e-2, *, fisher: str = "mc", samples: int = 1,
                  likelihood: str | Likelihood = "categorical", blocks: str = "full", momentum: float = 0.0,
                  weight_decay: float = 0.0, T: int = 1, adaptive: Adaptive | bool = False, dtype: torch.dtype | None = None,
                  batch_size: int | None = None, generator: torch.Generator | int | None = None,
-                 rest: str | Mapping[str, Any] = "adamw", groups: Sequence[Mapping[str, Any]] = (),
+                 rest: Fallback = "adamw", groups: Sequence[Mapping[str, Any]] = (),
                  exclude: Iterable[str] = (), maximize: bool = False) -> None:  # fmt: skip
-        by_layer = by_layer_named(blocks)
-        settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), by_layer, dtype, batch_size)
+        settings = ExactFisherSettings(Labels(fisher, samples), likelihood_named(likelihood), by_layer_named(blocks), dtype, batch_size)
         for options in ({"damping": damping}, *groups):
-            number(Damping(options.get("damping", damping), options.get("relative", False)))
-        self.adaptive = self.check_adaptive(adaptive, weight_decay, groups, maximize)
+            Damping(options.get("damping", damping), options.get("relative", False)).absolute("natural gradients need")
+        self.adaptive = check_adaptive(adaptive, weight_decay, groups, maximize)
+        if distributed.group_of(None) is not None:
+            raise NotImplementedError(
+                "NaturalGradient solves with the Gram matrix of one process's batch: the ranks would part. Use FOOF or KFAC here."
+            )
+        engine = Engine(model, lambda device: ExactFisher(settings, generator, device), Schedule.of(T, None), 0.0, exclude=exclude)
         defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(
-            model, defaults, groups, rest, maximize,
-            lambda damping_of: NaturalPreconditioner(model, damping_of, T, exclude, settings, generator),
-        )  # fmt: skip
-        self.preconditioner.keeps_raw = self.adaptive is not None
+        super().__init__(engine, defaults, groups, rest, maximize)
+        self._fisher.tie(engine)
+        engine.keeps_plain = self.adaptive is not None
+
+    @property
+    def _fisher(self) -> ExactFisher:
+        estimator = self.preconditioner.estimator
+        assert isinstance(estimator, ExactFisher)
+        return estimator
 
     @property
     def curvature_due(self) -> bool:
         """Will ``update_curvature`` make a new Fisher, or is the old one still to be used?"""
-        return self.preconditioner.due
+        return self._fisher.due
 
     def update_curvature(self, out: Tensor | None = None, y: Tensor | None = None, *, inputs: Any = None) -> None:
         """A new Fisher, if one is due: from ``inputs`` (a batch of its own), or from ``out``, outputs of the training pass.
 
         y: the labels, for the empirical Fisher; with others, those with label -100 are left out (categorical).
         """
-        self.preconditioner.update_curvature(out, y, inputs)
+        if (out is None) == (inputs is None):
+            raise ValueError("update_curvature needs outputs of the model, or inputs=... for a pass of its own: one of them.")
+        if self._fisher.replaceable:
+            self._fisher.renew(self.preconditioner, out, y, inputs)
 
     def _fisher_in(self, plane: list[Tensor]) -> Tensor:
         """``tᵢᵀ tⱼ`` with ``t = Gᵀδ``, for the F of the update itself."""
-        operator = self.preconditioner.operator
+        operator = self._fisher.operator
         assert operator is not None
         projected = [operator.project(part, [u.to(operator.dtype) for u in plane]).double() for part in operator.parts]
         return sum((t.mT @ t for t in projected), torch.zeros(2, 2, dtype=torch.float64, device=operator.device))

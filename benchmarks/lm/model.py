@@ -1,0 +1,64 @@
+"""A plain GPT on bytes: no biases, RMS norms, learned positions, the head apart from the embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    depth: int
+    heads: int
+    length: int  # tokens of context
+    batch: int  # windows per step
+
+
+SIZES = {
+    "tiny": Size(32, 2, 2, 16, 2),  # 42 thousand parameters, for the tests
+    "small": Size(128, 4, 4, 128, 4),  # 0.87 million
+    "base": Size(192, 5, 6, 128, 16),  # 2.3 million
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, size: Size, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(vocabulary, size.width), nn.Embedding(size.length, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.depth))
+        self.norm, self.head = nn.RMSNorm(size.width), nn.Linear(size.width, vocabulary, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02 / (2 * size.depth) ** (0.5 * name.endswith(("out.weight", "down.weight"))))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits ``(N, R, vocabulary)`` for ids ``(N, R)``."""
+        x = self.embed(ids) + self.place.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    """Mean over tokens, in nats."""
+    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

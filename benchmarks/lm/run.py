@@ -1,0 +1,160 @@
+"""Language models on enwik8: which optimizer reaches the lowest validation loss. ``python benchmarks/lm/run.py --help``.
+
+Every method gets the same steps, initialisations and batches, a linear warm-up over 5 % of the steps and a cosine to a tenth of the
+learning rate, three learning rates to choose from (``methods.py``), and where the best of them is at an edge one more beyond it.
+They are chosen by the final validation loss of shorter runs on a seed that is not reported. Validation is on the same 128 windows
+always. All in float32 on one thread; seconds are CPU seconds of training alone.
+
+**The rule for a win**, written down before the runs: A is below B when, over at least five seeds that both ran, the mean of the
+paired differences of their final validation losses, B − A, exceeds the half-width of its 95 % t-interval. A reaches B's loss in a
+fraction f of the steps when A's runs of f times the steps (with a schedule of their own length) have a mean at or below B's.
+
+Records are lines of ``records.jsonl``; a run that is there is not run again. Commands:
+
+    select NAME ...      the learning rates of these methods
+    run NAME ...         the reported seeds, at the learning rate selected
+    time NAME ...        CPU seconds per step, the methods' steps interleaved in one process
+    table                all of it as a table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+
+import torch
+from data import batch, splits
+from methods import METHODS
+from model import GPT, SIZES, loss_of, parameters
+from results import RECORDS, SEEDS, Record, records, table, verdicts
+from torch import Tensor
+
+SELECTION_SEED = 100
+
+
+def factor(step: int, steps: int) -> float:
+    """Of the learning rate: linear warm-up, then a cosine down to a tenth."""
+    warm = max(1, steps // 20)
+    return (step + 1) / warm if step < warm else 0.55 + 0.45 * math.cos(math.pi * (step - warm) / (steps - warm))
+
+
+class Training:
+    """One model under one method, a step at a time."""
+
+    def __init__(self, method: str, size: str, lr: float, steps: int, seed: int, text: Tensor) -> None:
+        torch.manual_seed(seed)
+        self.size, self.steps, self.text, self.model = SIZES[size], steps, text, GPT(SIZES[size])
+        self.optimizers = METHODS[method].make(self.model, lr, self.size)
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(opt, lambda step: factor(step, steps)) for opt in self.optimizers]
+        self.order, self.done, self.seconds = torch.Generator().manual_seed(seed + 1), 0, 0.0
+
+    def step(self) -> float:
+        """One step; the training loss before it."""
+        start = time.process_time()
+        loss = loss_of(self.model, *batch(self.text, self.size.batch, self.size.length, self.order))
+        for opt in self.optimizers:
+            opt.zero_grad()
+        loss.backward()
+        for opt, schedule in zip(self.optimizers, self.schedules, strict=True):
+            opt.step()
+            schedule.step()
+        self.done += 1
+        self.seconds += time.process_time() - start
+        return loss.item()
+
+
+@torch.no_grad()
+def validate(training: Training, text: Tensor) -> float:
+    """The mean loss over 128 windows, the same for everyone."""
+    windows = torch.Generator().manual_seed(2026)
+    losses = [loss_of(training.model, *batch(text, 16, training.size.length, windows)).item() for _ in range(8)]
+    return sum(losses) / len(losses)
+
+
+def train(method: str, size: str, lr: float, steps: int, seed: int) -> Record:
+    """One run and what came of it; ``validation`` is None where it diverged."""
+    text, held_out = splits()
+    training = Training(method, size, lr, steps, seed, text)
+    curve, last, points = [], [], {max(1, round(steps * k / 10)) for k in range(1, 11)}
+    for step in range(1, steps + 1):
+        loss = training.step()
+        if not math.isfinite(loss) or loss > 20:
+            curve.append([step, round(training.seconds, 2), None])
+            break
+        if step > steps * 0.9:
+            last.append(loss)
+        if step in points:
+            curve.append([step, round(training.seconds, 2), round(validate(training, held_out), 5)])
+    return {
+        "method": method, "size": size, "lr": lr, "steps": steps, "seed": seed, "validation": curve[-1][2],
+        "training": round(sum(last) / len(last), 5) if curve[-1][2] is not None else None, "seconds": round(training.seconds, 1),
+        "curve": curve, "parameters": parameters(training.model), "batch": [training.size.batch, training.size.length],
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine(),
+    }  # fmt: skip
+
+
+def recorded(method: str, size: str, lr: float, steps: int, seed: int) -> Record:
+    """From the file, or run now and added to it."""
+    key = {"method": method, "size": size, "lr": lr, "steps": steps, "seed": seed}
+    for record in records(RECORDS):
+        if key.items() <= record.items():
+            return record
+    record = train(**key)
+    with RECORDS.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print({k: record[k] for k in (*key, "validation", "seconds")}, flush=True)
+    return record
+
+
+def selected(method: str, size: str, steps: int) -> float:
+    """The learning rate with the lowest validation loss on the seed of the selection; one more beyond an edge."""
+    found = {lr: _loss(recorded(method, size, lr, steps, SELECTION_SEED)) for lr in METHODS[method].lrs}
+    best = min(found, key=found.__getitem__)
+    if best in (min(found), max(found)):
+        further = float(f"{best * best / sorted(found)[1]:.1g}")
+        found[further] = _loss(recorded(method, size, further, steps, SELECTION_SEED))
+    return min(found, key=found.__getitem__)
+
+
+def _loss(record: Record) -> float:
+    return math.inf if record["validation"] is None else record["validation"]
+
+
+def step_times(names: list[str], size: str, rounds: int) -> dict[str, float]:
+    """Mean CPU seconds per step over `rounds` steps of each, interleaved, at the middle learning rate; 16 steps to warm up."""
+    text, _ = splits()
+    runs = {name: Training(name, size, METHODS[name].lrs[1], 16 + rounds, 0, text) for name in names}
+    for step in range(16 + rounds):
+        for training in runs.values():
+            training.seconds *= step != 16
+            training.step()
+    return {name: training.seconds / rounds for name, training in runs.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["select", "run", "time", "table"])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--selection-steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.command == "table":
+        print("\n\n".join([table(options.size), *verdicts(options.size)]))
+    elif options.command == "time":
+        for name, seconds in step_times(options.names, options.size, options.steps).items():
+            print(f"{seconds:.4f} s  {name}")
+    else:
+        best = {name: selected(name, options.size, options.selection_steps) for name in options.names}
+        for seed in options.seeds if options.command == "run" else ():  # seeds outside: all methods have run as many at any time
+            for name, lr in best.items():
+                recorded(name, options.size, lr, options.steps, seed)
+
+
+if __name__ == "__main__":
+    main()

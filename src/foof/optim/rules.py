@@ -1,0 +1,185 @@
+"""What is done with gradients and second moments to make an update: tensors in, tensors out. The optimizer classes only loop.
+
+A gradient ``G``, an update ``U`` and a weight ``W`` are ``(..., n, m)``, ``Sigma`` and its inverse ``P`` are ``(..., m, m)``; leading
+dimensions are batch dimensions (the groups of a convolution). State (momentum, moments) is changed in place, gradients never.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from foof._torch import foreach_add_, foreach_mul_
+from foof.linalg import damped_inverse, eigh
+
+MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # K. Jordan's: the steepest slope at zero that keeps singular values near one
+MUON_SCALES = ("original", "match_rms_adamw")
+POWERS = (-1.0, -0.5)
+
+
+def descend(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+    """``v ← μ v + g;  w ← (1 - lr·decay) w - lr·v``, in place; without momentum v = g."""
+    if momentum:
+        foreach_mul_(buffers, momentum)
+        foreach_add_(buffers, gradients)
+        gradients = buffers
+    if weight_decay:
+        foreach_mul_(params, 1 - lr * weight_decay)
+    foreach_add_(params, gradients, alpha=-lr)
+
+
+# --- Neurons ---------------------------------------------------------------------------------------------------------------------
+
+
+def relative_inverse(Sigma: Tensor, ridge: float, power: float = -1.0, name: str = "Sigma") -> Tensor:
+    """``P = (Σ/s̄ + ridge·I)^power`` with ``s̄ = tr(Σ)/m``, the mean eigenvalue: the same for ``c Σ``. Σ, P ``(..., m, m)``.
+
+    Power −1 by Cholesky, −1/2 in the eigenbasis. Gradients keep their scale under P; where no input was ever active, Σ = 0, all are
+    treated alike.
+    """
+    if power not in POWERS:
+        raise ValueError(f"power must be one of {POWERS}, got {power}.")
+    mean = Sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
+    scaled = Sigma / torch.where(mean == 0, torch.ones_like(mean), mean)[..., None, None]
+    if power == -1.0:
+        return damped_inverse(scaled, ridge, name)
+    s, U = eigh(scaled)
+    return (U * (s + ridge).pow(power).unsqueeze(-2)) @ U.mT
+
+
+# --- Muon ------------------------------------------------------------------------------------------------------------------------
+
+
+def newton_schulz(M: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """About ``U Vᵀ`` of ``M = U S Vᵀ`` ``(..., n, m)``: singular values s ↦ p(p(…p(s/‖M‖))), ``p(s) = a s + b s³ + c s⁵``.
+
+    In the precision that is fast where M is: bfloat16 on CUDA, float32 elsewhere; float64 stays. The answer has M's dtype.
+    """
+    a, b, c = MUON_COEFFICIENTS
+    tall = M.shape[-2] > M.shape[-1]
+    X = (M.mT if tall else M).to(_fast_dtype(M))
+    X = X.flatten(end_dim=-3) if X.dim() > 3 else X
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp_min(eps)
+    fused = torch.addmm if X.dim() == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = X @ X.mT
+        X = fused(X, fused(gram, gram, gram, beta=b, alpha=c), X, beta=a)
+    return (X.mT if tall else X).reshape(M.shape).to(M.dtype)
+
+
+def _fast_dtype(M: Tensor) -> torch.dtype:
+    if M.dtype == torch.float64:
+        return M.dtype
+    return torch.bfloat16 if M.is_cuda else torch.float32
+
+
+def muon_scale(n: int, m: int, kind: str = "original") -> float:
+    """What an orthogonal ``(n, m)`` update is multiplied by, as in ``torch.optim.Muon``.
+
+    ``"original"``: ``√max(1, n/m)``; ``"match_rms_adamw"``: ``0.2 √max(n, m)``, with which an entry is about 0.2, as under AdamW.
+    """
+    if kind not in MUON_SCALES:
+        raise ValueError(f"scale must be one of {MUON_SCALES}, got {kind!r}.")
+    return math.sqrt(max(1.0, n / m)) if kind == "original" else 0.2 * math.sqrt(max(n, m))
+
+
+def momentum_of(buffer: Tensor, gradient: Tensor, momentum: float = 0.95, nesterov: bool = True) -> Tensor:
+    """``B ← μ B + (1 − μ) G`` in place; then ``μ B + (1 − μ) G`` (Nesterov), or B. Entry by entry: any shape, sharded or not."""
+    buffer.lerp_(gradient, 1 - momentum)
+    return gradient.lerp(buffer, momentum) if nesterov else buffer
+
+
+def orthogonal_update(M: Tensor, inverse: Tensor | None = None, steps: int = 5, scale: str = "original") -> Tensor:
+    """``scale · orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
+    if inverse is not None:
+        M = M.to(inverse.dtype) @ inverse
+    return newton_schulz(M, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
+
+
+def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None, momentum: float = 0.95, nesterov: bool = True,
+                steps: int = 5, scale: str = "original") -> Tensor:  # fmt: skip
+    """Momentum on neurons, orthogonalised. buffer and gradient ``(..., n, m)``, inverse ``P (..., m, m)``; None is Muon itself.
+
+        B ← μ B + (1 − μ) G                in place, on raw gradients
+        M = μ B + (1 − μ) G                Nesterov; else M = B
+        update = scale · orth(M P)
+
+    P stands between momentum and orthogonalisation: P is refreshed while B remembers, and B of neuron gradients would mix
+    gradients seen through one P with those seen through another.
+    """
+    return orthogonal_update(momentum_of(buffer, gradient, momentum, nesterov), inverse, steps, scale)
+
+
+# --- Adam in the eigenbasis ------------------------------------------------------------------------------------------------------
+
+
+def adam_in_basis(first: Tensor, second: Tensor, gradient: Tensor, basis: Tensor | None, step: int,
+                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> Tensor:  # fmt: skip
+    """Adam's update with the coordinates of the inputs rotated by ``U``, the eigenvectors of Σ in columns ``(..., m, m)``.
+
+        G' = G U,  m ← β₁ m + (1 − β₁) G',  v ← β₂ v + (1 − β₂) G'∘G'       both in the basis, in place
+        update = [(m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)] Uᵀ
+
+    step is t = 1, 2, ...; basis None is U = I, which is Adam. Decay is left to `descend`, and so decoupled.
+    """
+    rotated = gradient if basis is None else gradient @ basis
+    first.lerp_(rotated, 1 - betas[0])
+    second.mul_(betas[1]).addcmul_(rotated, rotated, value=1 - betas[1])
+    update = (first / (1 - betas[0] ** step)) / ((second / (1 - betas[1] ** step)).sqrt_().add_(eps))
+    return update if basis is None else update @ basis.mT
+
+
+def carry_moments(first: Tensor, second: Tensor, old: Tensor | None, new: Tensor) -> None:
+    """Adam's moments from the basis ``U_old`` to ``U_new``, in place: with ``R = U_oldᵀ U_new``, ``m ← m R`` and ``v ← v (R∘R)``.
+
+    The first is exact, as m is linear in the gradients. The second is exact where gradients are uncorrelated in the old basis;
+    it ignores signs of eigenvectors, keeps each row's sum and follows a permutation exactly. old None is the identity.
+    """
+    R = new if old is None else old.mT @ new
+    first.copy_(first @ R)
+    second.copy_(second @ (R * R))
+
+
+# --- How far an update moves the outputs -----------------------------------------------------------------------------------------
+
+
+def output_power(W: Tensor, Sigma: Tensor) -> Tensor:
+    """``tr(W Σ Wᵀ)``, the second moment of the outputs ``W a``: ``(...)``."""
+    return ((W @ Sigma) * W).sum(dim=(-2, -1))
+
+
+def output_change(update: Tensor, Sigma: Tensor, weight: Tensor) -> Tensor:
+    """``ρ = √(tr(ΔW Σ ΔWᵀ) / tr(W Σ Wᵀ))``: by how much an update moves a layer's outputs, relative to their size; ``(...)``."""
+    return relative_change(output_power(update, Sigma), output_power(weight, Sigma), Sigma, weight.shape[-2])
+
+
+def relative_change(change: Tensor, size: Tensor, Sigma: Tensor, n: int) -> Tensor:
+    """``√(change / size)`` of output powers ``(...)``. Where all weights are zero (LoRA's B, a zeroed head), any update is infinitely
+    far from them: there the size is that of outputs of weights of variance 1/m, ``n tr(Σ)/m``. Neither moved: 0."""
+    unit = n * Sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
+    size = torch.where(size == 0, unit, size)
+    return torch.where((change == 0) & (size == 0), change, change / size).clamp_min(0).sqrt()
+
+
+def bounded(update: Tensor, rho: Tensor, tau: float | Tensor) -> Tensor:
+    """``ΔW · min(1, τ/ρ)``. update ``(..., n, m)``, ρ ``(...)``."""
+    factor = torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
+    return update * factor[..., None, None].to(update.dtype)
+
+
+def neuron_power(gradient: Tensor, update: Tensor, damping: float | Tensor) -> Tensor:
+    """``tr(U Σ Uᵀ) = ⟨G, U⟩ − λ‖U‖²`` for ``U = G (Σ + λI)⁻¹``, without Σ: ``(...)``. λ a number or ``(...)``.
+
+    A difference: for λ far above Σ it loses about log10(λ/‖Σ‖) digits, and rounding may leave it slightly below 0.
+    """
+    return (gradient * update).sum(dim=(-2, -1)) - damping * (update * update).sum(dim=(-2, -1))
+
+
+def inner_by_rows(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``⟨Eᵀ A, Eᵀ B⟩ = ⟨E Eᵀ, A Bᵀ⟩``, without the ``(n, m)`` matrices: ``(...)``. Rows e ``(..., R, n)``, a and b ``(..., R, m)``.
+
+    With ``B = A P`` that is ``⟨G, U⟩`` of `neuron_power`, with both A P its ``‖U‖²``; cheaper than they are where R < n, m.
+    """
+    return ((e @ e.mT) * (a @ b.mT)).sum(dim=(-2, -1))

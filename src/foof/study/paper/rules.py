@@ -1,0 +1,250 @@
+"""What decides a claim: measured quantities, and conditions on them, as data.
+
+Every condition is one on a ratio of two quantities, or of one and a number: paired over seeds, as logarithms, with a 95 % interval
+(`verdicts.Effect`). It holds if the whole interval lies where the claim wants it, does not hold if none of it does, and is undecided
+otherwise. So each rule says in both directions what would refute it. Where the worse of two losses was found at the edge of its grid,
+beyond which it may get better, twice as much is asked; where only the beginning of one has been run, as much more as the other would have
+gained by being chosen there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, effect, spread
+from foof.study.search.grids import Tuned
+from foof.study.train.setting import Record
+
+Found = Mapping[str, Tuned]  # what each search of an experiment found; those without records are left out
+EDGE = 2.0  # what a loss at the edge of its grid may still gain
+
+
+def _mean_of(name: str, late: bool) -> Callable[[Record, int | None], float]:
+    """Mean of a measured series: all of it, or its second half."""
+
+    def value(record: Record, until: int | None = None) -> float:
+        values = record.series.get(name, [])
+        return statistics.fmean(values[len(values) // 2 if late else 0 :]) if values else math.nan
+
+    return value
+
+
+def _final(name: str) -> Callable[[Record, int | None], float]:
+    def value(record: Record, until: int | None = None) -> float:
+        return {**record.final, **record.cost}.get(name, math.nan)
+
+    return value
+
+
+def _test_error(record: Record, until: int | None = None) -> float:
+    return 1 - record.final.get("test_accuracy", math.nan)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something measured of a run: what to call it, how to get it from a record, how to print it."""
+
+    title: str
+    value: Callable[[Record, int | None], float]
+    scale: float = 1.0
+    unit: str = ""
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "loss": Quantity("training loss", Record.end_loss),
+    "train_loss": Quantity("loss on all training images", _final("train_loss")),
+    "test_accuracy": Quantity("test accuracy", _final("test_accuracy"), 100, " %"),
+    "test_error": Quantity("share of test images mistaken", _test_error, 100, " %"),
+    "similarity": Quantity("cosine with FOOF's update", _mean_of("similarity", late=True)),
+    "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease", late=False), 100, " %"),
+    "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without", late=False), 100, " %"),
+    "cpu_per_step": Quantity("time per step on one core", _final("cpu_per_step"), 1000, " ms"),
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """A quantity of one of an experiment's curves."""
+
+    label: str
+    quantity: str = "loss"
+
+    def values(self, found: Found, until: int | None) -> dict[int, float]:
+        """By seed."""
+        quantity = QUANTITIES[self.quantity]
+        return {r.setting.seed: quantity.scale * quantity.value(r, until) for r in found[self.label].records}
+
+    def spread(self, found: Found, until: int | None) -> Spread:
+        return spread(self.values(found, until).values())
+
+    def say(self, found: Found, until: int | None) -> str:
+        found_here = self.spread(found, until)
+        if math.isinf(found_here.mean):
+            lost = sum(map(math.isinf, self.values(found, until).values()))
+            return f"{self.label} diverged on {lost} of {found_here.n} seeds"
+        return f"{self.label}: {found_here.say(QUANTITIES[self.quantity].unit)}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A condition after measurement."""
+
+    text: str
+    ruling: Ruling
+    conditions: tuple[Condition, ...] = ()
+
+
+class Rule(Protocol):
+    """A condition: which curves it needs, what it says, and how records decide it."""
+
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+    def text(self) -> str: ...
+    def judge(self, found: Found, until: int | None) -> Measured: ...
+
+
+def _both(a: Term, b: Term, found: Found, until: int | None) -> int | None:
+    """Curves of different lengths are compared where the shorter one ends."""
+    ends = {found[term.label].best.steps for term in (a, b)}
+    return until if len(ends) == 1 else min(*ends, until or min(ends))
+
+
+def _at(term: Term, until: int | None) -> str:
+    """Which step losses are of, where it is not the last one of both."""
+    return f"; at step {until:,}" if until and term.quantity == "loss" else ""
+
+
+@dataclass(frozen=True)
+class Between:
+    """b is between `low` and `high` times a."""
+
+    a: Term
+    b: Term
+    low: float = 1.0
+    high: float = math.inf
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.a.label, self.b.label
+
+    def text(self) -> str:
+        if self.a.label == self.b.label:
+            over = f"{QUANTITIES[self.b.quantity].title} over {QUANTITIES[self.a.quantity].title} of {self.a.label}"
+        else:
+            over = f"{QUANTITIES[self.a.quantity].title}: {self.b.label} over {self.a.label}"
+        if self.high == math.inf:
+            return f"{over} above {self.low:.3g}; refuted below"
+        return f"{over} between {self.low:.3g} and {self.high:.3g}; refuted below and above"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        until = _both(self.a, self.b, found, until)
+        e = effect(self.a.values(found, until), self.b.values(found, until))
+        says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
+        condition = Condition(e, self.low, self.high)
+        may_change = self.a.quantity == "loss" and (self._may_still_gain(condition, found) or self._chosen_elsewhere(condition, found))
+        ruling = Ruling.UNDECIDED if may_change else condition.ruling
+        return Measured(f"{'; '.join(says)}; ratio {e}{_at(self.a, until)}", ruling, (condition,))
+
+    def _may_still_gain(self, condition: Condition, found: Found) -> bool:
+        """Would the ruling be another if the worse of the two, found at the edge of its grid, were twice as good?"""
+        e = condition.effect
+        worse, gain = (self.b, 1 / EDGE) if e.ratio > 1 else (self.a, EDGE)
+        gained = replace(condition, effect=Effect(e.ratio * gain, e.low * gain, e.high * gain, e.n))
+        return found[worse.label].on_edge and gained.ruling is not condition.ruling
+
+    def _chosen_elsewhere(self, condition: Condition, found: Found) -> bool:
+        """Of one there are beginnings only; would the ruling be another if the other had been chosen there too, not at the end?"""
+        a, b = found[self.a.label], found[self.b.label]
+        if a.to_the_end == b.to_the_end:
+            return False
+        gain = a.early_gain if a.to_the_end else 1 / b.early_gain
+        e = condition.effect
+        return replace(condition, effect=Effect(e.ratio * gain, e.low * gain, e.high * gain, e.n)).ruling is not condition.ruling
+
+    def _unlabelled(self, term: Term, found: Found, until: int | None) -> str:
+        quantity = QUANTITIES[term.quantity]
+        return f"{quantity.title}: {term.spread(found, until).say(quantity.unit)}"
+
+
+def lower(a: Term, b: Term, by: float = 1.0) -> Between:
+    """`by` times a lies below b."""
+    return Between(a, b, by)
+
+
+def similar(a: Term, b: Term, factor: float) -> Between:
+    """a and b differ by no more than a factor, in either direction."""
+    return Between(a, b, 1 / factor, factor)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A quantity lies on the right side of a number."""
+
+    a: Term
+    value: float
+    at_least: bool
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.a.label,)
+
+    def text(self) -> str:
+        side = "at least" if self.at_least else "at most"
+        return f"{QUANTITIES[self.a.quantity].title} of {self.a.label} {side} {self.value:g}{QUANTITIES[self.a.quantity].unit}"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        values = self.a.values(found, until)
+        e = effect(dict.fromkeys(values, self.value), values)
+        condition = Condition(e, 1.0, math.inf) if self.at_least else Condition(e, 0.0, 1.0)
+        return Measured(f"{self.a.say(found, until)}; ratio to it {e}", condition.ruling, (condition,))
+
+
+@dataclass(frozen=True)
+class All:
+    """All of several conditions."""
+
+    rules: tuple[Rule, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(label for rule in self.rules for label in rule.needs))
+
+    def text(self) -> str:
+        return "; and ".join(rule.text() for rule in self.rules)
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        parts = [rule.judge(found, until) for rule in self.rules]
+        conditions = tuple(c for part in parts for c in part.conditions)
+        return Measured("\n".join(part.text for part in parts), together([part.ruling for part in parts]), conditions)
+
+
+def together(rulings: list[Ruling]) -> Ruling:
+    """One that fails fails all; all must hold for all to hold."""
+    if Ruling.FAILS in rulings:
+        return Ruling.FAILS
+    return Ruling.HOLDS if all(r is Ruling.HOLDS for r in rulings) else Ruling.UNDECIDED
+
+
+def decide(rule: Rule, found: Found, until: int | None) -> Measured:
+    """Judge a rule with whatever there is: without records it is not run; without a search, or by the seed that selected, undecided."""
+    missing = [label for label in rule.needs if label not in found]
+    if missing:
+        return Measured(f"not run at this preset: no records of {', '.join(missing)}", Ruling.NOT_RUN)
+    measured = rule.judge(found, until)
+    there = {label: found[label] for label in rule.needs}
+    for why, labels in (
+        ("only the seed that selects has been run", [k for k, t in there.items() if t.selecting]),
+        ("the search for settings is not finished", [k for k, t in there.items() if not t.searched]),
+    ):
+        if labels:
+            return replace(measured, text=f"{measured.text} ({why}: {', '.join(labels)})", ruling=Ruling.UNDECIDED)
+    notes = {
+        "at the edge of its grid": [k for k, t in there.items() if t.on_edge],
+        "not run to the end of training": [k for k, t in there.items() if not t.to_the_end],
+    }
+    said = "".join(f" ({note}: {', '.join(labels)})" for note, labels in notes.items() if labels)
+    return replace(measured, text=measured.text + said)

@@ -1,0 +1,61 @@
+"""How long a run will take on one core, from counting its multiplications: good to a factor of two, enough to plan with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from foof.study.search.grids import Search
+from foof.study.train.setting import Record, Setting
+
+RATE = 7e10  # multiplications and additions per second of one core in large products
+TOUCH = 3e-9  # seconds per parameter and step that no product explains
+EIGEN = 8  # products of the matrix's size that its eigenvectors cost
+PIXELS = {"fashion-mnist": 784, "mnist": 784, "olivetti": 4096, "cifar-10": 3072, "cifar-100": 3072, "svhn": 3072}
+IMAGES = {"embedded": 6000}
+
+
+def core_seconds(setting: Setting) -> float:
+    """A run's training time on one core."""
+    sizes = (PIXELS.get(setting.dataset, 784), *setting.hidden, 10)
+    layers = list(pairwise(sizes))
+    N = setting.batch_size or setting.train_size or IMAGES.get(setting.source, 60_000)
+    weights = sum(m * n for m, n in layers)
+    work = 6.0 * N * weights
+    kind, T = setting.optimizer.partition("-")[0], setting.option("T", 1 if setting.optimizer == "natural" else 100)
+    S = setting.option("S", min(T, 10))
+    if kind in ("foof", "kfac"):
+        work += sum(4 * N * m * m + 2 * m**3 / T for m, _ in layers)
+    if kind == "kfac":
+        labels = 9 if setting.option("fisher") == "full" else 1
+        work += labels * 4 * N * weights * S / T + sum(4 * N * n * n + 2 * n**3 / T for _, n in layers)
+    if setting.option("damping_mode") == "standard" or setting.optimizer == "kfac-transposed":
+        work += sum(2 * m * n * (m + n) + EIGEN * (m**3 + n**3) / T for m, n in layers)
+    if kind == "natural":
+        columns = setting.option("fisher_batch", N) * (9 if setting.option("fisher") == "full" else 1)
+        work += 4 * columns * weights + _natural(setting, layers, N, columns) / T
+    return setting.steps * (work / RATE + TOUCH * weights)
+
+
+def _natural(setting: Setting, layers: list[tuple[int, int]], N: int, columns: int) -> float:
+    """Per new Fisher: passes over its datapoints, the Gram matrix of all columns, and its factorisation, by layer one for each."""
+    D = setting.option("fisher_batch", N)
+    gram = sum(columns * columns * (n + m * D / columns) for m, n in layers)
+    factors = len(layers) if setting.option("blocks") == "layer" else 1
+    return 6 * columns * sum(m * n for m, n in layers) + gram + factors * columns**3 / 3
+
+
+def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int, float]:
+    """How many runs are left, and their core-seconds: seeds and first grids; grids that grow come on top."""
+    wanted: dict[Setting, None] = {}
+    there = set(done)
+    for search in searches:
+        if (centre := search.middle) is not None:
+            wanted |= dict.fromkeys([centre, *search.reports(centre)])
+        tried = {s for s in search.grid if search.trial(s, lambda x: Record(x, "finished") if x in there else None)}
+        untried = [search.short(s) for s in search.grid if s not in wanted and s not in tried]
+        wanted |= dict.fromkeys(untried)
+        if untried and centre is None:  # its winner, whichever it is
+            wanted |= dict.fromkeys(search.reports(untried[0]))
+    left = [setting for setting in wanted if setting not in there]
+    return len(left), sum(map(core_seconds, left))

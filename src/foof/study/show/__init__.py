@@ -1,0 +1,1 @@
+"""What is seen: drawings and the report."""

@@ -1,0 +1,223 @@
+"""What is drawn of an experiment: curves or bars of ours, the published ones behind them, and how the two compare."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import plotly.graph_objects as go
+
+from foof.study.paper import published
+from foof.study.paper.catalogue import CATALOGUE
+from foof.study.paper.experiments import Outcome
+from foof.study.paper.rules import Found, Term
+from foof.study.paper.searches import FOOF_LAMBDA_A, KFAC
+from foof.study.paper.toy import Toy, toy
+from foof.study.paper.verdicts import Spread, spread
+from foof.study.search.presets import Preset
+from foof.study.show import plots
+from foof.study.show.plots import Curve, curve, curves_figure, tuning_figure
+from foof.study.show.svg import bars_svg, curves_svg
+from foof.study.train.setting import Record
+
+POINTS_TO_SMOOTH = 100  # over fewer points, smoothing would show itself alone
+
+
+class Drawing(Protocol):
+    """Something to be seen, on a page (Plotly) or in a file (SVG, empty if there is none)."""
+
+    @property
+    def heading(self) -> str: ...
+    def figure(self) -> go.Figure: ...
+    def svg(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Curves over steps."""
+
+    heading: str
+    curves: Sequence[Curve]
+    published: Sequence[Curve] = ()
+    y: str = "training loss"
+    log: bool = True
+
+    def figure(self) -> go.Figure:
+        return curves_figure(self.curves, self.heading, self.y, self.log, self.published)
+
+    def svg(self) -> str:
+        return curves_svg(self.curves, self.heading, self.y, self.log, self.published)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One bar for each method, the published one beside it."""
+
+    heading: str
+    y: str
+    ours: dict[str, Spread]
+    published: dict[str, float] = field(default_factory=dict)
+    log: bool = False
+
+    def figure(self) -> go.Figure:
+        return plots.bars_figure(self.ours, self.published, self.heading, self.y, self.log)
+
+    def svg(self) -> str:
+        return bars_svg(self.ours, self.heading, self.y, self.published)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Loss over learning rate of everything that was tried."""
+
+    searches: Found
+    heading: str = "The search behind it, one seed"
+
+    def figure(self) -> go.Figure:
+        return tuning_figure(self.searches, self.heading)
+
+    def svg(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Toy_:
+    """The toy example of Appendix F."""
+
+    example: Toy
+    heading: str = "Loss of each datapoint along one update"
+
+    def figure(self) -> go.Figure:
+        return plots.toy_figure(self.example)
+
+    def svg(self) -> str:
+        x, names = self.example.step_sizes.tolist(), ("first", "second")
+        both = [(f"{method}, {name} datapoint", losses[:, i].tolist()) for method, losses in self.example.losses.items()
+                for i, name in enumerate(names)]  # fmt: skip
+        return curves_svg([Curve(label, x, y, y, y, 1) for label, y in both], self.heading, "loss", log=False, x="step size")
+
+
+def _behind(panel: published.Panel | None) -> list[Curve]:
+    """Published curves as ours: without a band where the paper draws none."""
+    if panel is None:
+        return []
+    return [Curve(s.label, s.x, s.y, s.low or s.y, s.high or s.y, 3, s.published_as) for s in panel.series]
+
+
+def _searched(found: Found) -> list[Drawing]:
+    grids = {label: t for label, t in found.items() if len(t.tried) > 1}
+    return [Searched(grids)] if grids else []
+
+
+def losses(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+    """Mini-batch losses, processed as the published ones were; one drawing for each published panel."""
+    until = preset.early if CATALOGUE[figure].early else None
+    panels: list[published.Panel | None] = [*published.panels(figure, dataset)] if preset.centred else []
+    drawn: list[Drawing] = []
+    for panel in panels or [None]:
+        names = {s.label for s in panel.series} if panel and len(panels) > 1 else set(found)
+        mine = {label: t for label, t in found.items() if label in names}
+        keep = panel.keep if panel else 0.9
+        long = mine and min(len(r.series["step"]) for t in mine.values() for r in t.records) >= POINTS_TO_SMOOTH
+        keep = keep if long else 0.0
+        curves = [curve(t.records, label, keep=keep, until=until) for label, t in mine.items()]
+        what = "Training loss" if figure in ("fig1d", "fig2a", "fig2c") else "Training loss of mini-batches"
+        heading = what + (f", smoothed as in the paper ({keep:g})" if keep else "")
+        drawn.append(Curves(heading + (f", Fig. {panel.name}" if len(panels) > 1 and panel else ""), curves, _behind(panel)))
+    return [*drawn, *_searched(found)]
+
+
+def similarities(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+    curves = [curve(t.records, label, "similarity", x="measured_at") for label, t in found.items()]
+    behind = _behind(published.panels(figure, dataset)[0]) if preset.centred else []
+    return [Curves("Cosine between the updates of KFAC and FOOF", curves, behind, "cosine similarity", log=False)]
+
+
+def decreases(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+    records = found[KFAC].records
+    curves = [curve(records, KFAC, "decrease", x="measured_at"),
+              curve(records, FOOF_LAMBDA_A, "decrease_without", x="measured_at")]  # fmt: skip
+    behind = _behind(published.panels(figure, dataset)[0]) if preset.centred else []
+    return [Curves("Share of the mini-batch's loss that one update removes", curves, behind, "relative decrease", log=False)]
+
+
+def times(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+    """Time per step relative to SGD: the paper's was measured on a GPU, ours on one core."""
+    each = {label: Term(label, "cpu_per_step").spread(found, None) for label in found}
+    sgd = next((s.mean for label, s in each.items() if label.startswith("SGD")), math.nan)
+    ours = {label: Spread(s.mean / sgd, s.deviation / sgd, s.n) for label, s in each.items()}
+    paper = published.seconds_per_epoch(dataset)
+    theirs = {label: value / next(iter(paper.values())) for label, value in paper.items()}
+    return [Bars("Time per step, relative to SGD (ours: one core; published: a GPU)", "times SGD", ours, theirs, log=True)]
+
+
+def accuracies(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+    ours = {label: Term(label, "test_accuracy").spread(found, None) for label in found}
+    return [Bars("Accuracy on the test images at the end of training", "test accuracy in %", ours)]
+
+
+DRAW: dict[str, Callable[[str, str, Found, Preset], list[Drawing]]] = {
+    "loss": losses,
+    "similarity": similarities,
+    "decrease": decreases,
+    "time": times,
+    "accuracy": accuracies,
+}
+
+
+def draw(outcome: Outcome) -> list[Drawing]:
+    """All drawings of an experiment's outcome; none of one that has not been run."""
+    e = outcome.experiment
+    if e.figure == "toy":
+        return [Toy_(toy())]
+    return DRAW[CATALOGUE[e.figure].draws](e.figure, e.dataset, outcome.found, outcome.preset) if outcome.found else []
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One published curve and ours at the last published step that ours has, processed the same way."""
+
+    panel: str
+    curve: str
+    step: float
+    published: float
+    ours: Spread
+
+    @property
+    def ratio(self) -> float:
+        return self.ours.mean / self.published
+
+
+SERIES = {"fig3b": {"": "similarity"}, "fig4c": {KFAC: "decrease", FOOF_LAMBDA_A: "decrease_without"}}
+
+
+def compare(figure: str, dataset: str, found: Found) -> list[Comparison]:
+    """Our end value for each published curve there are records of."""
+    rows = []
+    for panel in published.panels(figure, dataset):
+        for series in panel.series:
+            tuned = found.get(KFAC if figure == "fig4c" else series.label)
+            if tuned is None:
+                continue
+            names = SERIES.get(figure, {"": "loss"})
+            name = names.get(series.label, names.get("", "loss"))
+            step, theirs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if x <= max(tuned.best.steps, series.x[0])][-1]
+            if name != "loss":
+                theirs = statistics.fmean(y for x, y in zip(series.x, series.y, strict=True) if 0.9 * step < x <= step)
+            values = spread(_at(r, name, step, panel.keep) for r in tuned.records)
+            rows.append(Comparison(panel.name, series.label, step, theirs, values))
+    return rows
+
+
+def _at(record: Record, name: str, step: float, keep: float) -> float:
+    """A record's processed value at a step, or at the last one before it; of measured quantities the mean of the tenth before."""
+    xs, ys = record.series["step" if name == "loss" else "measured_at"], record.series.get(name, [])
+    if record.status != "finished" and (not xs or xs[-1] < step - record.setting.log_every):
+        return math.inf
+    if name != "loss":
+        return statistics.fmean([y for x, y in zip(xs, ys, strict=True) if 0.9 * step < x <= step] or [math.nan])
+    upto = [y for x, y in zip(xs, plots.smooth(ys, keep), strict=True) if x <= max(step, 1)]
+    return upto[-1] if upto else math.nan
