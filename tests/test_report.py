@@ -403,6 +403,21 @@ def test_methods_of_a_figure_have_equal_searches_at_the_paper_s_size(figure):
     assert {len(s.grid) for s in fixed.values()} <= {3}
 
 
+def test_a_map_marks_what_diverged_and_what_was_chosen():
+    def trial(lr, damping, loss, status="finished"):
+        setting = Setting(optimizer="kfac", lr=lr, damping=damping, steps=11)
+        return Record(setting, status, {"step": [1, 11], "loss": [3.0, loss]}, {"train_loss": loss})
+
+    tried = (trial(0.1, 1.0, 0.5), trial(0.3, 1.0, math.inf, "diverged"), trial(0.1, 0.01, 0.2), trial(0.3, 0.01, 0.4))
+    figure = plots.map_figure({"KFAC": Tuned(tried[2].setting, tried[2:3], tried, False)}, "map")
+    squares, crosses = figure.data
+    assert list(zip(squares.x, squares.y, squares.text, strict=True)) == [
+        (0.1, "KFAC, λ = 0.01", "0.2"), (0.3, "KFAC, λ = 0.01", "0.4"), (0.1, "KFAC, λ = 1", "0.5"),
+    ]  # fmt: skip
+    assert list(squares.marker.line.width) == [3, 0, 0]
+    assert (list(crosses.x), list(crosses.y)) == ([0.3], ["KFAC, λ = 1"])
+
+
 def test_the_svg_is_well_formed():
     c = plots.Curve("FOOF", [1, 11, 21], [2.0, 0.5, 0.02], [1.9, 0.4, -0.01], [2.1, 0.6, 0.05], 3)
     root = ElementTree.fromstring(curves_svg([c], "a < b"))
