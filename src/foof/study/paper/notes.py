@@ -62,8 +62,8 @@ PAPER_SIZE: dict[str, str] = {  # where it is as large
     "fig3a": f"The paper gives no setting for standard damping without the transposition: smaller λ are tried for it. {TO_THE_END} "
     f"{RELEASED}",
     "fig3b": f"{RELEASED} At the first step, where the learning rate plays no part, our cosines at the three λ are 0.53, 0.42 and 0.31, "
-    "the published ones 0.83, 0.71 and 0.30: Fig. 3B is not reproduced, rather than refuted. Two other definitions come no closer there: the "
-    "Euclidean inner product (0.57, 0.43, 0.31) and the mean of the layers' own cosines (0.61, 0.54, 0.48).",
+    "the published ones 0.83, 0.71 and 0.30: Fig. 3B is not reproduced, rather than refuted. Two other definitions come no closer "
+    "there: the Euclidean inner product (0.57, 0.43, 0.31) and the mean of the layers' own cosines (0.61, 0.54, 0.48).",
     "fig3c": TO_THE_END,
     "fig3d": TO_THE_END,
     "fig4c": "The first 1,800 of the paper's 6,000 steps, measured every 20, at the lr and λ of Fig. 1A's KFAC.",
