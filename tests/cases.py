@@ -98,6 +98,8 @@ OPTIMIZERS = {
     "muon": lambda model: foof.precondition(
         torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1), model, damping=0.1, T=3
     ),
+    "foof.Muon": lambda model: foof.Muon(model, lr=0.1, weight_decay=0.01, T=4, S=2, rest={"lr": 0.03}),
+    "foof.AdamW": lambda model: foof.AdamW(model, lr=0.03, T=3, S=1),
     "kfac": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, momentum=0.9, weight_decay=0.01, T=4, S=2),
     "kfac-cholesky": lambda model: foof.KFAC(model, lr=0.3, damping=0.1, T=1),
     "kfac-standard": lambda model: foof.KFAC(model, lr=0.1, damping=0.1, damping_mode="standard", T=3, S=1),

@@ -34,7 +34,7 @@ def load(model, opt, path):
     set_optimizer_state_dict(model, opt, state["optimizer"])
 
 
-SAVED = [("mlp", "foof"), ("tied", "foof T=1"), ("mlp", "adamw"), ("mlp", "kfac")]
+SAVED = [("mlp", "foof"), ("tied", "foof T=1"), ("mlp", "adamw"), ("mlp", "kfac"), ("tied", "foof.Muon"), ("mlp", "foof.AdamW")]
 
 
 def train_from_and_to(rank, start, stop, source, target):

@@ -26,7 +26,7 @@ def test_trainer_resumed_equals_uninterrupted(name, tmp_path, steps):
     assert torch.equal(flat(resumed), flat(straight))
 
 
-@pytest.mark.parametrize("name", ["foof", "adamw"])
+@pytest.mark.parametrize("name", ["foof", "adamw", "muon"])
 def test_accelerate_resumed_equals_uninterrupted(name, tmp_path, steps):
     straight = huggingface_gpt2.with_accelerate(name, steps=10)
     all_steps = steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -49,6 +50,28 @@ def char_gpt() -> str:
     about = f"{first['parameters'] / 1e6:.2f} M parameters, {steps} steps of {batch}, one seed, torch {first['torch']}.\n\n"
     head = ["method", "validation loss (nats per character)", "training loss, last 50 steps", "CPU ms per step", "best lr", "lr tried"]
     return about + table(head, rows)
+
+
+def language_results() -> Any:
+    """The module that reads the records of the language-model benchmark."""
+    spec = importlib.util.spec_from_file_location("lm_results", BENCHMARKS / "lm" / "results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lm() -> str:
+    """Curves, losses and verdicts, for each size of model that was run."""
+    results, parts = language_results(), []
+    for size in dict.fromkeys(r["size"] for r in results.records()):
+        if runs := results.reported(size):
+            first = next(iter(next(iter(runs.values())).values()))
+            batch = f"{first['batch'][0]} windows of {first['batch'][1]} bytes"
+            about = f"{first['parameters'] / 1e6:.2f} M parameters, steps of {batch}, one thread, torch {first['torch']}."
+            parts += [about, f"<div>{results.curves(size)}</div>", results.table(size), *results.verdicts(size)]
+    return "\n\n".join(parts)
 
 
 def bf16_loss() -> str:
@@ -129,6 +152,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "guidance_lr": guidance_lr,
     "guidance_schedule": guidance_schedule,
     "kfac_damping": kfac_damping,
+    "lm": lm,
     "study": study,
 }
 

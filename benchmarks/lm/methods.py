@@ -96,11 +96,12 @@ def soap(model: nn.Module, lr: float, size: Size) -> Optimizers:
 
 
 def shampoo(model: nn.Module, lr: float, size: Size) -> Optimizers:
-    """From PyPI as above: its scalable form, with grafting, preconditioners of up to 512 and a new root every 20 steps."""
+    """From PyPI as above: its scalable form, grafted to RMSProp, blocks of up to 512 and new roots every 20 steps."""
     from pytorch_optimizer import ScalableShampoo
+    from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
 
     return [ScalableShampoo(model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=DECAY, decoupled_weight_decay=True,
-                            preconditioning_compute_steps=20, graft_type=4)]  # fmt: skip
+                            preconditioning_compute_steps=20, graft_type=LayerWiseGrafting.RMSPROP)]  # fmt: skip
 
 
 METHODS: dict[str, Method] = {
@@ -111,6 +112,8 @@ METHODS: dict[str, Method] = {
     "Muon on neurons": muon(),
     "Muon, head in the eigenbasis": muon_with_head(nowhere),
     "Muon on neurons, head in the eigenbasis": muon_with_head(everywhere),
+    "foof.Muon": Method(lambda model, lr, size: [foof.Muon(model, lr, weight_decay=DECAY)], MUON_LRS),  # the library's, T = 32
+    "foof.AdamW": Method(lambda model, lr, size: [foof.AdamW(model, lr, weight_decay=DECAY)], ADAM_LRS),
     "FOOF": Method(foof_, (0.03, 0.1, 0.3)),
     "SOAP": Method(soap, ADAM_LRS),
     "Shampoo": Method(shampoo, ADAM_LRS),

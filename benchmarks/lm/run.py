@@ -23,22 +23,16 @@ import argparse
 import json
 import math
 import platform
-import statistics
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 from data import batch, splits
 from methods import METHODS
 from model import GPT, SIZES, loss_of, parameters
+from results import RECORDS, SEEDS, Record, records, table, verdicts
 from torch import Tensor
 
-RECORDS = Path(__file__).with_name("records.jsonl")
-SELECTION_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
-QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # t, 97.5 %, n − 1 degrees
-Record = dict[str, Any]
+SELECTION_SEED = 100
 
 
 def factor(step: int, steps: int) -> float:
@@ -102,14 +96,10 @@ def train(method: str, size: str, lr: float, steps: int, seed: int) -> Record:
     }  # fmt: skip
 
 
-def records() -> list[Record]:
-    return [json.loads(line) for line in RECORDS.read_text().splitlines()] if RECORDS.exists() else []
-
-
 def recorded(method: str, size: str, lr: float, steps: int, seed: int) -> Record:
     """From the file, or run now and added to it."""
     key = {"method": method, "size": size, "lr": lr, "steps": steps, "seed": seed}
-    for record in records():
+    for record in records(RECORDS):
         if key.items() <= record.items():
             return record
     record = train(**key)
@@ -133,13 +123,6 @@ def _loss(record: Record) -> float:
     return math.inf if record["validation"] is None else record["validation"]
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half-width of the 95 % t-interval."""
-    if len(values) < 2:
-        return values[0], math.nan
-    return statistics.mean(values), QUANTILE[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def step_times(names: list[str], size: str, rounds: int) -> dict[str, float]:
     """Mean CPU seconds per step over `rounds` steps of each, interleaved, at the middle learning rate; 16 steps to warm up."""
     text, _ = splits()
@@ -149,27 +132,6 @@ def step_times(names: list[str], size: str, rounds: int) -> dict[str, float]:
             training.seconds *= step != 16
             training.step()
     return {name: training.seconds / rounds for name, training in runs.items()}
-
-
-def table(size: str) -> Iterator[str]:
-    """Per method and number of steps: learning rate, seeds, loss with its interval, seconds per step; then pairs by the rule."""
-    runs: dict[tuple[str, int], dict[int, Record]] = {}
-    for r in records():
-        if r["size"] == size and r["seed"] in SEEDS and r["validation"] is not None:
-            runs.setdefault((r["method"], r["steps"]), {})[r["seed"]] = r
-    yield f"| method | steps | lr | seeds | validation loss (nats) | CPU s per step |\n|{'---|' * 6}"
-    for (name, steps), by_seed in sorted(runs.items(), key=lambda item: (item[0][1], item[0][0])):
-        mean, half = interval([r["validation"] for r in by_seed.values()])
-        seconds = statistics.mean(r["seconds"] / r["steps"] for r in by_seed.values())
-        lrs = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in by_seed.values()}))
-        yield f"| {name} | {steps} | {lrs} | {len(by_seed)} | {mean:.4f} ± {half:.4f} | {seconds:.3f} |"
-    for a, b in (("Muon on neurons", "Muon"), ("AdamW in the eigenbasis", "AdamW")):
-        for steps in sorted({s for name, s in runs if name == a} & {s for name, s in runs if name == b}):
-            shared = sorted(runs[a, steps].keys() & runs[b, steps].keys())
-            if shared:
-                mean, half = interval([runs[b, steps][s]["validation"] - runs[a, steps][s]["validation"] for s in shared])
-                verdict = "below" if len(shared) >= 5 and mean > half else "no win by the rule"
-                yield f"\n{a} against {b}, {steps} steps, {len(shared)} seeds: {mean:+.4f} ± {half:.4f}: {verdict}"
 
 
 def main() -> None:
@@ -183,7 +145,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.command == "table":
-        print("\n".join(table(options.size)))
+        print("\n\n".join([table(options.size), *verdicts(options.size)]))
     elif options.command == "time":
         for name, seconds in step_times(options.names, options.size, options.steps).items():
             print(f"{seconds:.4f} s  {name}")

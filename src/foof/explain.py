@@ -72,17 +72,19 @@ class Explanation:
 
 
 def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = None, *, exclude: Iterable[str] = (),
-            groups: Sequence[Mapping[str, Any]] = ()) -> Explanation:  # fmt: skip
+            groups: Sequence[Mapping[str, Any]] = (), left: Mapping[str, str] | None = None) -> Explanation:  # fmt: skip
     """Which parameters of a model gradient descent on neurons covers, and what that costs per step.
 
-    ``opt.explain()`` explains an optimizer, with what it excludes and its groups.
+    ``opt.explain()`` explains an optimizer, with what it excludes, its groups, and what it has ``left`` to its fallback, and why.
 
     ``inputs`` (a batch as the model takes it) makes the costs those of that batch, and finds covered layers that the model never
     calls. Without it, costs are upper bounds over batch sizes. On a model with an optimizer attached that has been trained, layers
     whose hook never fired are warned of, too.
     """
     S = min(T, 10) if S is None else S
-    layers, why_not = covered_layers(model, tuple(exclude))
+    owned = None if left is None else {id(p) for name, p in model.named_parameters() if name not in left}
+    layers, why_not = covered_layers(model, tuple(exclude), owned)
+    why_not = why_not if left is None else {**why_not, **left}
     rows_of = _rows_seen(model, layers, inputs) if inputs is not None else {}
     _warn_unused(layers, rows_of, inputs is not None)
     names = {id(p): name for name, p in model.named_parameters()}

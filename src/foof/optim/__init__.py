@@ -1,10 +1,12 @@
 """Optimizers on neurons."""
 
+from foof.optim.adamw import AdamW
 from foof.optim.adaptive import Adaptive
 from foof.optim.ekfac import EKFAC
 from foof.optim.foof import FOOF
 from foof.optim.kfac import KFAC
+from foof.optim.muon import Muon
 from foof.optim.natural import NaturalGradient
 from foof.optim.precondition import precondition
 
-__all__ = ["EKFAC", "FOOF", "KFAC", "Adaptive", "NaturalGradient", "precondition"]
+__all__ = ["EKFAC", "FOOF", "KFAC", "AdamW", "Adaptive", "Muon", "NaturalGradient", "precondition"]

@@ -155,7 +155,8 @@ class NeuronOptimizer(Optimizer):
     def explain(self, inputs: Any = None) -> Explanation:
         """Which parameters this optimizer covers, which it leaves to its fallback and why, in which group each is, and what it costs."""
         engine = self.preconditioner
-        return explain(engine.model, inputs, engine.schedule.T, engine.schedule.S, exclude=engine.exclude, groups=self.param_groups)
+        T, S = engine.schedule.T, engine.schedule.S
+        return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=self.param_groups, left=engine.rest)
 
     def remove(self) -> None:
         """Take the hooks off the model: its gradients are plain again and another optimizer may be attached. This one is done."""

@@ -85,6 +85,19 @@ def muon_scale(n: int, m: int, kind: str = "original") -> float:
     return math.sqrt(max(1.0, n / m)) if kind == "original" else 0.2 * math.sqrt(max(n, m))
 
 
+def momentum_of(buffer: Tensor, gradient: Tensor, momentum: float = 0.95, nesterov: bool = True) -> Tensor:
+    """``B ← μ B + (1 − μ) G`` in place; then ``μ B + (1 − μ) G`` (Nesterov), or B. Entry by entry: any shape, sharded or not."""
+    buffer.lerp_(gradient, 1 - momentum)
+    return gradient.lerp(buffer, momentum) if nesterov else buffer
+
+
+def orthogonal_update(M: Tensor, inverse: Tensor | None = None, steps: int = 5, scale: str = "original") -> Tensor:
+    """``scale · orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
+    if inverse is not None:
+        M = M.to(inverse.dtype) @ inverse
+    return newton_schulz(M, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
+
+
 def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None, momentum: float = 0.95, nesterov: bool = True,
                 steps: int = 5, scale: str = "original") -> Tensor:  # fmt: skip
     """Momentum on neurons, orthogonalised. buffer and gradient ``(..., n, m)``, inverse ``P (..., m, m)``; None is Muon itself.
@@ -96,11 +109,7 @@ def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None,
     P stands between momentum and orthogonalisation: P is refreshed while B remembers, and B of neuron gradients would mix
     gradients seen through one P with those seen through another.
     """
-    buffer.lerp_(gradient, 1 - momentum)
-    M = gradient.lerp(buffer, momentum) if nesterov else buffer
-    if inverse is not None:
-        M = M @ inverse.to(M.dtype)
-    return newton_schulz(M, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
+    return orthogonal_update(momentum_of(buffer, gradient, momentum, nesterov), inverse, steps, scale)
 
 
 # --- Adam in the eigenbasis ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""What the records say: tables, the rule for a win, curves. Needs nothing but the records."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).with_name("records.jsonl")
+SEEDS = (0, 1, 2, 3, 4)  # those that are reported; learning rates are chosen on another
+PAIRS = (("Muon on neurons", "Muon"), ("AdamW in the eigenbasis", "AdamW"))
+QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # t, 97.5 %, n − 1 degrees
+Record = dict[str, Any]
+Runs = dict[tuple[str, int], dict[int, Record]]  # by method and steps, then by seed
+
+
+def records(file: Path = RECORDS) -> list[Record]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def reported(size: str, file: Path = RECORDS) -> Runs:
+    """The runs of a size on the seeds that are reported, in the order of their steps and losses."""
+    runs: Runs = {}
+    for r in records(file):
+        if r["size"] == size and r["seed"] in SEEDS and r["validation"] is not None:
+            runs.setdefault((r["method"], r["steps"]), {})[r["seed"]] = r
+    return dict(sorted(runs.items(), key=lambda item: (item[0][1], statistics.mean(r["validation"] for r in item[1].values()))))
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half-width of the 95 % t-interval."""
+    if len(values) < 2:
+        return values[0], math.nan
+    return statistics.mean(values), QUANTILE[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def table(size: str, file: Path = RECORDS) -> str:
+    """Per method and number of steps: seeds, loss with its interval, seconds per step, the learning rate and those tried for it."""
+    tried: dict[str, set[float]] = {}
+    for r in records(file):
+        if r["size"] == size and r["seed"] not in SEEDS:
+            tried.setdefault(r["method"], set()).add(r["lr"])
+    lines = [f"| method | steps | seeds | validation loss (nats per byte) | CPU ms per step | lr | lr tried |\n|{'---|' * 7}"]
+    for (name, steps), by_seed in reported(size, file).items():
+        mean, half = interval([r["validation"] for r in by_seed.values()])
+        spread = f"{mean:.4f} ± {half:.4f}" if len(by_seed) > 1 else f"{mean:.4f}"
+        seconds = statistics.mean(r["seconds"] / r["steps"] for r in by_seed.values())
+        lrs = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in by_seed.values()}))
+        others = ", ".join(f"{lr:g}" for lr in sorted(tried.get(name, ())))
+        lines.append(f"| {name} | {steps:,} | {len(by_seed)} | {spread} | {1000 * seconds:.0f} | {lrs} | {others} |")
+    return "\n".join(lines)
+
+
+def verdicts(size: str, file: Path = RECORDS) -> Iterator[str]:
+    """The pairs by the rule for a win that stands in ``run.py``."""
+    runs = reported(size, file)
+    for a, b in PAIRS:
+        for steps in sorted({s for name, s in runs if name == a} & {s for name, s in runs if name == b}):
+            ours, theirs = runs[a, steps], runs[b, steps]
+            shared = sorted(ours.keys() & theirs.keys())
+            if len(shared) > 1:
+                mean, half = interval([theirs[s]["validation"] - ours[s]["validation"] for s in shared])
+                said = "below, by the rule" if len(shared) >= 5 and mean > half else "no win by the rule"
+                yield f"{a} against {b}, {steps:,} steps, {len(shared)} seeds: {mean:+.4f} ± {half:.4f} nats: {said}."
+        for steps in sorted({s for name, s in runs if name == b}):
+            yield from _fractions(runs, a, b, steps)
+
+
+def _fractions(runs: Runs, a: str, b: str, steps: int) -> Iterator[str]:
+    """Shorter runs of a beside b's."""
+    goal, _ = interval([r["validation"] for r in runs[b, steps].values()])
+    for name, fewer in runs:
+        if name == a and fewer < steps and len(runs[a, fewer]) >= 5 and len(runs[b, steps]) >= 5:
+            mean, _ = interval([r["validation"] for r in runs[a, fewer].values()])
+            reached = "reached" if mean <= goal else "not reached"
+            yield f"{a} with {fewer / steps:.2f} of {b}'s {steps:,} steps: {mean:.4f} against {goal:.4f}: {reached}."
+
+
+COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
+
+
+def curves(size: str, file: Path = RECORDS, width: int = 640, height: int = 360) -> str:
+    """Mean validation loss over seeds against steps, of the longest runs, as an SVG."""
+    runs = reported(size, file)
+    longest = max((steps for _, steps in runs), default=0)
+    means = {name: _mean_curve(by_seed) for (name, steps), by_seed in runs.items() if steps == longest}
+    points = [loss for curve in means.values() for _, loss in curve[1:]]
+    if not points:
+        return ""
+    low, high, left, right = min(points) - 0.02, max(points) + 0.02, 50, 200
+
+    def at(step: float, loss: float) -> str:
+        return f"{left + (width - left - right) * step / longest:.1f},{20 + (height - 60) * (high - loss) / (high - low):.1f}"
+
+    parts = [f'<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" font-size="12" fill="currentColor" role="img">']
+    for k in range(5):
+        loss, step = low + (high - low) * k / 4, longest * k // 4
+        x, y = at(step, loss).split(",")
+        parts.append(f'<text x="{left - 6}" y="{y}" text-anchor="end">{loss:.2f}</text>')
+        parts.append(f'<text x="{x}" y="{height - 20}" text-anchor="middle">{step:,}</text>')
+    for k, (name, curve) in enumerate(means.items()):
+        colour, last = COLOURS[k % len(COLOURS)], at(*curve[-1]).split(",")[0]
+        line = " ".join(at(step, loss) for step, loss in curve[1:])
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{float(last) + 8}" y="{40 + 18 * k}" fill="{colour}">{name}</text>')
+    parts.append(f'<text x="{(width - right + left) / 2}" y="{height - 4}" text-anchor="middle">steps</text></svg>')
+    return "".join(parts)
+
+
+def _mean_curve(by_seed: dict[int, Record]) -> list[tuple[int, float]]:
+    each = [{step: loss for step, _, loss in r["curve"]} for r in by_seed.values()]
+    return [(step, statistics.mean(c[step] for c in each)) for step in sorted(set.intersection(*(set(c) for c in each)))]

@@ -1,0 +1,138 @@
+"""Muon on neurons: momentum, then the damped inverse of Σ, then orthogonalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foof import distributed
+from foof.optim.base import NeuronOptimizer
+from foof.optim.block import Block
+from foof.optim.checks import Fallback
+from foof.optim.engine import Engine, unwrapped
+from foof.optim.estimators import InputMoments
+from foof.optim.rules import MUON_SCALES, POWERS, descend, momentum_of, orthogonal_update, relative_inverse
+from foof.optim.split import split
+from foof.optim.step import Ledger
+from foof.statistics import Schedule
+
+ADAMW = {"name": "adamw", "lr": 3e-3, "betas": (0.9, 0.95)}
+
+
+class RelativeInverse:
+    """``X ↦ X P`` with ``P = (Σ/s̄ + ridge·I)^power`` ``(..., m, m)``, s̄ the mean eigenvalue of Σ."""
+
+    def __init__(self, P: Tensor) -> None:
+        self.P = P
+
+    def apply(self, X: Tensor) -> Tensor:
+        return X.to(self.P.dtype) @ self.P
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"P": self.P.clone()}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> RelativeInverse:
+        return cls(state["P"])
+
+
+class InputsForMomentum(InputMoments):
+    """Σ as FOOF's, as a mean over rows; gradients stay plain, since the rule applies the inverse to their momentum."""
+
+    name = "muon"
+    plain = True
+
+    def __init__(self, power: float) -> None:
+        super().__init__(mean_over_rows=True)
+        self.power = power
+
+    def leaves_plain(self, block: Block) -> bool:
+        return True
+
+    def invert(self, block: Block, T: int) -> RelativeInverse:  # type: ignore[override]
+        Sigma = block.moments["Sigma"].value
+        assert Sigma is not None
+        return RelativeInverse(relative_inverse(Sigma, float(block.damping.value), self.power, block.name).contiguous())
+
+    def inverse_from(self, state: dict[str, Any]) -> RelativeInverse:  # type: ignore[override]
+        return RelativeInverse.from_state_dict(state)
+
+    def precondition(self, ledgers: dict[Block, Ledger | None]) -> None:
+        """Nothing: see above."""
+
+
+class Muon(NeuronOptimizer):
+    """Momentum on neurons, orthogonalised, for the matrices inside a network; AdamW for all else. One line for a whole model.
+
+        B ← μ B + (1 − μ) G,   M = μ B + (1 − μ) G          on raw gradients (Nesterov)
+        W ← (1 − lr·decay) W − lr · scale · orth(M (Σ/s̄ + λI)^power)
+
+    ``orth`` is Newton-Schulz with Muon's coefficients, ``s̄`` the mean eigenvalue of Σ, the second moment of the layer's inputs. The
+    embeddings, the output layer, norms and biases are stepped by the fallback optimizer; ``opt.explain()`` says which and why.
+
+    Args:
+        model: its linear and convolution layers are covered, except the output layer and what is tied to an embedding.
+        lr: learning rate of the matrices, on Muon's scale.
+        damping: λ, relative to the mean eigenvalue of Σ; 0.02 to 1 differ little. Large λ is Muon without neurons.
+        power: −1, or −1/2.
+        momentum, nesterov, weight_decay: as in ``torch.optim.Muon``; the decay is decoupled.
+        scale: ``"original"``, ``√max(1, n/m)``, or ``"match_rms_adamw"``, ``0.2 √max(n, m)``, to use a learning rate of AdamW's size.
+        orthogonalisation: how many steps of Newton-Schulz.
+        ema, T, S: Σ is inverted every T steps, and fed on the S steps before.
+        head: names of the output layers; None: the one the model names (``get_output_embeddings``), else the last one defined.
+        rest: the fallback optimizer, as for ``foof.FOOF``; by default AdamW with lr 3e-3 and betas (0.9, 0.95).
+        groups, exclude, maximize, process_group: as for ``foof.FOOF``.
+    """
+
+    def __init__(self, model: nn.Module, lr: float = 0.02, damping: float = 0.1, *, power: float = -1.0, momentum: float = 0.95,
+                 nesterov: bool = True, weight_decay: float = 0.0, scale: str = "original", orthogonalisation: int = 5,
+                 ema: float = 0.9, T: int = 32, S: int | None = 2, head: Iterable[str] | None = None,
+                 rest: Fallback = ADAMW, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
+                 maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
+        check_rule(damping, power, scale)
+        self.nesterov, self.scale, self.orthogonalisation = nesterov, scale, orthogonalisation
+        engine = engine_for_matrices(model, InputsForMomentum(power), Schedule.of(T, S), ema, exclude, head, process_group)
+        defaults = {"lr": lr, "damping": damping, "relative": True, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(engine, defaults, groups, rest, maximize)
+
+    def _update(self, group: dict[str, Any]) -> None:
+        sign = -1.0 if self.maximize else 1.0
+        lr, decay = sign * group["lr"], sign * group["weight_decay"]  # decay shrinks the weights either way
+        for block in self.preconditioner.blocks:
+            if block.options is group and block.weight.grad is not None:
+                update = self._direction(block, block.weight.grad, group["momentum"])
+                descend([block.weight], [update], [], lr, 0.0, decay)
+
+    def _direction(self, block: Block, gradient: Tensor, momentum: float) -> Tensor:
+        """``scale · orth(M P)`` in the shape of the weight, and sharded as it is."""
+        M = momentum_of(self._momentum(block.weight), gradient, momentum, self.nesterov)
+        inverse = None if block.inverse is None else block.inverse.P
+        matrix = orthogonal_update(block.layer.join(distributed.full(M), None), inverse, self.orthogonalisation, self.scale)
+        update = torch.empty_like(gradient)
+        distributed.write(update, block.layer.split(matrix)[0])
+        return update
+
+
+def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Schedule, ema: float, exclude: Iterable[str],
+                        head: Iterable[str] | None, process_group: Any) -> Engine:  # fmt: skip
+    """An engine for the weights that `split` chooses, which knows why not the others."""
+    exclude = tuple(exclude)
+    chosen = split(unwrapped(model), exclude, head)
+    if not chosen.weights:
+        said = "; ".join(f"{name}: {why}" for name, why in list(chosen.why_not.items())[:5])
+        raise ValueError(f"the model has no matrix inside it to cover ({said}). If it is all one layer, say that it is no output: head=[].")
+    engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, owned=chosen.weights, process_group=process_group)
+    engine.rest.update(chosen.why_not)
+    return engine
+
+
+def check_rule(damping: float, power: float, scale: str) -> None:
+    if isinstance(damping, str):
+        raise ValueError(f"damping is relative to the mean eigenvalue here: a positive number, got {damping!r}.")
+    if power not in POWERS:
+        raise ValueError(f"power must be one of {POWERS}, got {power}.")
+    if scale not in MUON_SCALES:
+        raise ValueError(f"scale must be one of {MUON_SCALES}, got {scale!r}.")

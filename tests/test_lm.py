@@ -1,0 +1,72 @@
+"""The language-model benchmark runs, resumes and judges by its rule: on a tiny model and made-up text."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "lm"
+PEERS = ("SOAP", "Shampoo")
+
+
+@pytest.fixture
+def lm(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    run = importlib.import_module("run")
+    words = torch.randint(97, 123, (40, 5), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    text = words[torch.randint(40, (2000,), generator=torch.Generator().manual_seed(1))].flatten()
+    monkeypatch.setattr(run, "splits", lambda: (text[:9000], text[9000:]))
+    monkeypatch.setattr(run, "RECORDS", tmp_path / "records.jsonl")
+    yield run
+    for name in set(sys.modules) - before:
+        if name in ("run", "data", "methods", "model", "neurons", "results"):
+            del sys.modules[name]
+
+
+def names():
+    source = (FOLDER / "methods.py").read_text(encoding="utf-8").partition("METHODS: dict")[2]
+    return [line.split('"')[1] for line in source.splitlines() if line.startswith('    "')]
+
+
+@pytest.mark.parametrize("method", names())
+def test_every_method_learns(lm, method):
+    if method in PEERS:
+        pytest.importorskip("pytorch_optimizer")
+    record = lm.recorded(method, "tiny", lm.METHODS[method].lrs[1], 25, 0)
+    assert record["curve"][-1][0] == 25
+    assert record["validation"] < record["curve"][0][2] < 5.6  # log 256 = 5.55
+    assert json.loads(lm.RECORDS.read_text()) == record
+
+
+def test_a_run_that_is_recorded_is_not_run_again(lm, monkeypatch):
+    first = lm.recorded("Muon on neurons", "tiny", 0.02, 4, 0)
+    again = lm.train("Muon on neurons", "tiny", 0.02, 4, 0)
+    assert (again["validation"], again["training"]) == (first["validation"], first["training"])  # and a run is reproducible
+    monkeypatch.setattr(lm, "train", None)
+    assert lm.recorded("Muon on neurons", "tiny", 0.02, 4, 0) == first
+
+
+@pytest.mark.parametrize(
+    ("gains", "wins"), [((0.03, 0.04, 0.03, 0.05, 0.04), True), ((0.03, -0.04, 0.03, 0.05, -0.04), False), ((0.03,) * 4, False)]
+)
+def test_the_rule_for_a_win(lm, gains, wins):
+    for seed, gain in enumerate(gains):
+        for method, loss in (("Muon", 1.6 + 0.1 * seed), ("Muon on neurons", 1.6 + 0.1 * seed - gain)):
+            record = {"method": method, "size": "small", "steps": 1000, "lr": 0.02, "seed": seed, "validation": loss, "seconds": 1.0}
+            with lm.RECORDS.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    verdict = list(lm.verdicts("small", lm.RECORDS))[-1]
+    assert verdict.endswith("below, by the rule.") == wins
+    assert f"{len(gains)} seeds" in verdict
+
+
+def test_the_search_goes_one_beyond_an_edge(lm, monkeypatch):
+    losses = {0.005: 2.0, 0.01: 1.0, 0.02: 1.1, 0.04: None}
+    monkeypatch.setattr(lm, "recorded", lambda method, size, lr, steps, seed: {"validation": losses[lr]})
+    assert lm.selected("Muon", "tiny", 10) == 0.01
+    losses.update({0.01: 3.0, 0.04: 0.5, 0.08: 0.4})
+    assert lm.selected("Muon", "tiny", 10) == 0.08

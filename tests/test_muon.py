@@ -1,0 +1,287 @@
+"""Muon on neurons and Adam in the eigenbasis: whole training runs against a slow twin that follows the formulas, in float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import foof
+from foof.statistics import Schedule
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class TinyGPT(nn.Module):
+    """Tied embedding and head, a bias here and there, a norm."""
+
+    def __init__(self, tied=True):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(8, 6, bias=False), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
+
+
+def loss_of(model, ids):
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def batches(steps, passes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randint(11, (4, 8), generator=generator) for _ in range(passes)] for _ in range(steps)]
+
+
+def make(tied=True):
+    torch.manual_seed(1)
+    return TinyGPT(tied).double()
+
+
+def train(model, opt, data):
+    for step in data:
+        opt.zero_grad()
+        for ids in step:
+            (loss_of(model, ids) / len(step)).backward()
+        opt.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def orthogonalised(M):
+    U, s, Vh = torch.linalg.svd(M, full_matrices=False)
+    s, (a, b, c) = s / s.norm(), COEFFICIENTS
+    for _ in range(5):
+        s = a * s + b * s**3 + c * s**5
+    return U @ torch.diag(s) @ Vh
+
+
+class Twin:
+    """Plain autograd, inputs by forward hooks, Algorithm 1's order: update, invert if due, fold in the batch if due."""
+
+    def __init__(self, model, layers, T, S, ema):
+        self.model, self.layers, self.ema, self.schedule = model, layers, ema, Schedule(T, S)
+        self.inputs = {name: [] for name in layers}
+        for name in layers:
+            model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: self.inputs[name].append(args[0].detach()))
+        self.sums, self.masses, self.at_hand, self.state = dict.fromkeys(layers, 0.0), dict.fromkeys(layers, 0.0), {}, {}
+        others = {id(model.get_submodule(name).weight) for name in layers}
+        self.others = [p for p in model.parameters() if id(p) not in others]
+
+    def fold(self, name, rows):
+        self.sums[name] = self.ema * self.sums[name] + (1 - self.ema) * rows.T @ rows / len(rows)
+        self.masses[name] = self.ema * self.masses[name] + 1 - self.ema
+
+    def train(self, data, fallback, update, made):
+        for t, step in enumerate(data):
+            self.model.zero_grad()
+            for ids in step:
+                (loss_of(self.model, ids) / len(step)).backward()
+            for name in self.layers:
+                rows = torch.cat([x.flatten(0, -2) for x in self.inputs[name]])
+                self.inputs[name].clear()
+                if t == 0:
+                    self.fold(name, rows)
+                    self.at_hand[name] = made(self.sums[name] / self.masses[name], None, self.state.setdefault(name, {}))
+                weight = self.model.get_submodule(name).weight
+                with torch.no_grad():
+                    update(weight, self.at_hand[name], self.state[name], t + 1)
+                if t > 0 and self.schedule.inverts():
+                    self.at_hand[name] = made(self.sums[name] / self.masses[name], self.at_hand[name], self.state[name])
+                if t > 0 and self.schedule.gathers():
+                    self.fold(name, rows)
+            fallback.step()
+            self.schedule.advance()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def muon_twin(model, layers, data, T, S, ema, lr=0.02, ridge=0.1, power=-1.0, momentum=0.95, decay=0.1):
+    def made(Sigma, old, state):
+        mean = Sigma.trace() / len(Sigma)
+        s, U = torch.linalg.eigh(Sigma / mean + ridge * torch.eye(len(Sigma), dtype=Sigma.dtype))
+        return U @ torch.diag(s**power) @ U.T
+
+    def update(weight, P, state, t):
+        state["B"] = momentum * state.get("B", 0) + (1 - momentum) * weight.grad
+        M = momentum * state["B"] + (1 - momentum) * weight.grad
+        n, m = weight.shape
+        weight.mul_(1 - lr * decay).sub_(lr * max(1, n / m) ** 0.5 * orthogonalised(M @ P))
+
+    twin = Twin(model, layers, T, S, ema)
+    return twin.train(data, torch.optim.AdamW(twin.others, lr=3e-3, betas=(0.9, 0.95), weight_decay=decay), update, made)
+
+
+def adamw_twin(model, layers, data, T, S, ema, lr=3e-3, decay=0.1):
+    def made(Sigma, old, state):
+        U = torch.linalg.eigh(Sigma)[1]
+        if "V" in state:
+            state["V"] = state["V"] @ (old.T @ U) ** 2
+        return U
+
+    def update(weight, U, state, t):
+        state["M"] = 0.9 * state.get("M", 0) + 0.1 * weight.grad  # not rotated: it is linear
+        state["V"] = 0.95 * state.get("V", 0) + 0.05 * (weight.grad @ U) ** 2
+        step = (state["M"] @ U / (1 - 0.9**t)) / ((state["V"] / (1 - 0.95**t)).sqrt() + 1e-8)
+        weight.mul_(1 - lr * decay).sub_(lr * step @ U.T)
+
+    twin = Twin(model, layers, T, S, ema)
+    return twin.train(data, torch.optim.AdamW(twin.others, lr=lr, betas=(0.9, 0.95), weight_decay=decay), update, made)
+
+
+RULES = {
+    "muon": (foof.Muon, muon_twin, ["up", "down"], {}),
+    "muon, power -1/2": (foof.Muon, muon_twin, ["up", "down"], {"power": -0.5}),
+    "adamw": (foof.AdamW, adamw_twin, ["up", "down"], {}),
+}
+
+
+def equal(a, b, tolerance=1e-10):
+    return all(torch.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("T", "S", "ema"), [(1, 1, 0.0), (3, 2, 0.9)])
+@pytest.mark.parametrize("rule", RULES)
+def test_training_equals_the_formulas(rule, T, S, ema, passes):
+    """With tied embedding and head, and with accumulation over two passes."""
+    kind, twin, layers, options = RULES[rule]
+    data, model = batches(7, passes), make()
+    ours = train(model, kind(model, weight_decay=0.1, T=T, S=S, ema=ema, **options), data)
+    assert equal(ours, twin(make(), layers, data, T, S, ema, **options))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_resumed_in_the_middle_is_uninterrupted(rule):
+    kind, _, _, options = RULES[rule]
+    data, model = batches(8, 1), make()
+    opt = kind(model, T=3, S=2, **options)
+    train(model, opt, data[:4])
+    other = make()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed = kind(other, T=3, S=2, **options)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    whole, piece = train(model, opt, data[4:]), train(other, resumed, data[4:])
+    assert all(torch.equal(a, b) for a, b in zip(whole, piece, strict=True))
+
+
+def test_who_gets_what_and_why():
+    opt = foof.Muon(make())
+    assert opt.preconditioner.rest == {
+        "embed.weight": "an embedding", "up.bias": "a bias",
+        "norm.weight": "LayerNorm is not of the form b = W a", "norm.bias": "LayerNorm is not of the form b = W a",
+    }  # fmt: skip
+    covered = [p for group in opt.param_groups if group["kind"] == "neurons" for p in group["params"]]
+    assert {id(p) for p in covered} == {id(opt.preconditioner.model.up.weight), id(opt.preconditioner.model.down.weight)}
+    assert "up.bias" in str(opt.explain())
+    assert opt.explain().rest == opt.preconditioner.rest
+
+
+def test_the_output_layer_is_found_or_named():
+    assert foof.Muon(make(tied=False)).preconditioner.rest["head.weight"] == "the output layer"
+    opt = foof.Muon(make(tied=False), head=["down"])
+    assert opt.preconditioner.rest["down.weight"] == "the output layer"
+    assert "head.weight" not in opt.preconditioner.rest
+    with pytest.raises(ValueError, match="head: the model has no module named 'tail'"):
+        foof.Muon(make(), head=["tail"])
+    with pytest.raises(ValueError, match=r"no matrix inside it.*head=\[\]"):
+        foof.Muon(nn.Linear(3, 4))
+    assert len(foof.Muon(nn.Linear(3, 4), head=[]).preconditioner.blocks) == 1
+
+
+def test_convolutions_are_orthogonalised_as_matrices():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Conv2d(4, 6, 2), nn.Flatten(), nn.Linear(54, 3)).double()
+    before = [p.detach().clone() for p in net.parameters()]
+    opt = foof.Muon(net, lr=0.1)
+    x, y = torch.randn(8, 2, 6, 6, dtype=torch.float64), torch.randint(3, (8,))
+    F.cross_entropy(net(x), y).backward()
+    opt.step()
+    grouped, plain = (before[i] - p.detach() for i, p in ((0, net[0].weight), (2, net[2].weight)))
+    for moved in (*grouped.reshape(2, 2, 9), plain.reshape(6, 16)):
+        singular = torch.linalg.svdvals(moved) / 0.1
+        assert 0.5 < singular.min() <= singular.max() < 1.3  # orthogonal, up to what five steps of Newton-Schulz leave
+
+
+@pytest.mark.parametrize("kind", [foof.Muon, foof.AdamW])
+def test_a_weight_stored_transposed_moves_as_one_that_is_not(kind):
+    """``Conv1D`` of transformers' GPT-2."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    usual = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    stored = nn.Sequential(conv1d(8, 5), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        stored[0].weight.copy_(usual[0].weight.T)
+        stored[0].bias.copy_(usual[0].bias)
+    stored[2].load_state_dict(usual[2].state_dict())
+    for net in (usual, stored):
+        opt = kind(net, T=2, S=1)
+        for t in range(5):
+            x = torch.randn(20, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(t))
+            opt.zero_grad()
+            net(x).square().mean().backward()
+            opt.step()
+    assert equal([usual[0].weight.T, *list(usual.parameters())[1:]], list(stored.parameters()))
+
+
+@pytest.mark.parametrize("kind", [foof.Muon, foof.AdamW])
+def test_it_ascends_where_asked(kind):
+    found = []
+    for sign, maximize in ((1, False), (-1, True)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        opt = kind(net, weight_decay=0.1, maximize=maximize)
+        for t in range(3):
+            opt.zero_grad()
+            x = torch.randn(20, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(t))
+            (sign * net(x).square().mean()).backward()
+            opt.step()
+        found.append(list(net.parameters()))
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("kind", [foof.Muon, foof.AdamW])
+def test_bfloat16_weights_keep_wide_statistics(kind):
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16()
+    before = [p.detach().clone() for p in net.parameters()]
+    opt = kind(net, T=2, S=1)
+    for _ in range(4):
+        opt.zero_grad()
+        net(torch.randn(20, 5, dtype=torch.bfloat16)).square().mean().backward()
+        opt.step()
+    assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    assert all(moment["Sigma"].dtype == torch.float32 for moment in opt.second_moments().values())
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"power": -0.25}, "power must be one of"), ({"scale": "big"}, "scale must be one of"), ({"damping": "auto"}, "damping is relative"),
+    ({"damping": 0.0}, "damping"), ({"momentum": 1.0}, "momentum must be in"),
+])  # fmt: skip
+def test_options_that_cannot_be_meant(options, message):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        foof.Muon(model, **options)
+    foof.Muon(model)  # and nothing was left behind on the model
+
+
+@pytest.mark.parametrize("kind", [foof.Muon, foof.AdamW])
+def test_length_and_scale_of_the_loss_do_not_matter(kind):
+    """The same tokens twice, as longer sequences, and a loss times 100: the same updates at the same lr."""
+    found = []
+    for repeat, factor in ((1, 1.0), (2, 1.0), (1, 100.0)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 6), nn.GELU(), nn.Linear(6, 3)).double()
+        opt = kind(net, T=2, S=1, **({"eps": 1e-15} if kind is foof.AdamW else {"rest": {"name": "adamw", "eps": 1e-15}}))
+        for t in range(4):
+            generator = torch.Generator().manual_seed(t)
+            x, y = torch.randn(4, 6, 5, dtype=torch.float64, generator=generator), torch.randint(3, (4, 6), generator=generator)
+            opt.zero_grad()
+            out = net(x.repeat(1, repeat, 1))
+            (factor * F.cross_entropy(out.flatten(0, 1), y.repeat(1, repeat).flatten())).backward()
+            opt.step()
+        found.append([p.detach() for p in net.parameters()])
+    assert equal(found[0], found[1], 1e-9)
+    assert equal(found[0], found[2], 1e-9)
