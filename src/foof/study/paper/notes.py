@@ -72,8 +72,8 @@ PAPER_SIZE: dict[str, str] = {  # where it is as large
 FOUND: dict[str, str] = {  # on Fashion-MNIST at the paper's size
     "fig1a": "With a hundredth of the paper's λ KFAC is far ahead in the grid, at step 1,200, but explodes before the end.",
     "fig2a": "Both KFAC and natural gradients with the full Fisher do far better at settings that explode on some seeds, and are passed "
-    "over for that: KFAC at (3, 0.1) ends at 0.0002 on four seeds of six, natural gradients at (0.1, 0.001) at 0.0012 on three of four. What "
-    "limits either is how large a constant step it bears.",
+    "over for that: KFAC at (3, 0.1) ends at 0.0002 on four seeds of six, natural gradients at (0.1, 0.001) at 0.0012 on three of four. "
+    "What limits either is how large a constant step it bears.",
     "fig4b": "FOOF with a hundredth of the paper's λ is ahead in the grid, at step 1,200, and ends where it ends with the paper's.",
     "fig1d": "KFAC diverges at the paper's setting, in float64 too, once nearly all images are fitted: labels drawn from the model are "
     "then those of the data, its Fisher vanishes, and steps grow to lr/λ gradients. Its lr and λ are our own; a setting counts only if "
