@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import foof
-from foof.study.train import ablations, updates
 from cases import flat
 from foof.likelihood import Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, ModelCall, fisher_in
+from foof.study.train import ablations, updates
 from oracle import full_fisher, relative_error
 from test_kfac import batch, net, step
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import foof
-from foof.study.train import ablations
 from cases import OPTIMIZERS, batch, flat, mlp, norm_net, train
+from foof.study.train import ablations
 from oracle import relative_error
 
 

@@ -337,6 +337,36 @@ def test_a_scipy_view() -> None:
     close(F @ torch.as_tensor(solution), dense @ v)
 
 
+class TiedGroups(nn.Module):
+    """One kernel, in a plain convolution of 2 channels and in a grouped one of 4."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.plain, self.grouped = nn.Conv1d(2, 4, 3, bias=bias), nn.Conv1d(4, 4, 3, groups=2, bias=bias)
+        self.grouped.weight = self.plain.weight
+        if bias:
+            self.grouped.bias = self.plain.bias
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.grouped(self.plain(x).tanh()).tanh().mean(-1))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_tied_convolutions_with_different_groups(bias: bool, blocks: str) -> None:
+    torch.manual_seed(0)
+    model, x = TiedGroups(bias).double(), torch.randn(5, 2, 7).double()
+    F = foof.Fisher(model, x, "full", blocks=blocks)
+    dense = oracle.full_fisher(model, x, F.params, "categorical")
+    if blocks == "layer":
+        dense = oracle.block_diagonal(dense, [24 + 4 * bias, 15])
+    v = torch.randn(F.P, dtype=torch.float64)
+    close(F.dense(), dense)
+    close(F @ v, dense @ v)
+    close(F.solve(v, 0.1), torch.linalg.solve(dense + 0.1 * torch.eye(F.P, dtype=torch.float64), v))
+
+
 def test_at_one_datum_by_hand() -> None:
     """One datum, one label: F = g gᵀ, so (F + λI)⁻¹ g = g / (|g|² + λ)."""
     model, x, _ = case("mlp")

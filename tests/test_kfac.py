@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import foof
-from foof.study.train import ablations, updates
 from cases import batch, cnn, flat, net, step, train
+from foof.study.train import ablations, updates
 from oracle import relative_error
 
 

@@ -243,6 +243,38 @@ def test_kronecker_is_exact_for_one_layer_and_one_datum() -> None:
     assert kronecker.prior_precision == pytest.approx(exact.prior_precision, rel=1e-6)
 
 
+def test_a_kronecker_posterior_keeps_second_moments_only() -> None:
+    """As much for 1,000 datapoints as for 10, gathered in pieces or at once."""
+    torch.manual_seed(0)
+    model, x, y = mlp(5, 6, 3).double(), torch.randn(1000, 5).double(), torch.randint(0, 3, (1000,))
+    few, many = (foof.laplace.fit_kronecker(model, x[:n], y[:n], labels="full", prior_precision=1.0) for n in (10, 1000))
+    pieces = foof.laplace.fit_kronecker(model, x, y, labels="full", prior_precision=1.0, batch_size=300)
+    assert abs(len(pickle.dumps(few)) - len(pickle.dumps(many))) < 100
+    assert many.memory() == 8 * sum(m + m * m + n + n * n for m, n in [(6, 6), (7, 3)])
+    for ours, theirs in zip(pieces.matrices, many.matrices, strict=True):
+        assert oracle.relative_error(ours.inverse.eigenvalues, theirs.inverse.eigenvalues) < 1e-9
+    assert pieces.log_marginal_likelihood().item() == pytest.approx(many.log_marginal_likelihood().item())
+
+
+def test_an_embedding_s_diagonal_second_moment_stays_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Embedding(300, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3)).double(), torch.randint(0, 300, (20, 3))
+    orders, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda S: orders.append(S.shape[-1]) or eigh(S))
+    posterior = foof.laplace.fit_kronecker(model, x, torch.randint(0, 3, (20,)), labels="full", prior_precision=0.5)
+    assert max(orders) == 13
+    embedding = posterior.matrices[0].inverse
+    counts = torch.bincount(x.flatten(), minlength=300).double() * (torch.arange(300) > 0)
+    torch.testing.assert_close(embedding.s_A, counts / 20)
+    G = torch.randn(4, 300, dtype=torch.float64)
+    precision = torch.kron((embedding.U_E * embedding.s_E[0]) @ embedding.U_E[0].mT, embedding.s_A.diag())[0]
+    precision = precision + 0.5 * torch.eye(1200, dtype=torch.float64)
+    inverse = embedding.with_damping(0.5)
+    torch.testing.assert_close(inverse.apply(G)[0].flatten(), torch.linalg.solve(precision, G.flatten()))
+    torch.testing.assert_close(inverse.logdet(), torch.logdet(precision))
+    torch.testing.assert_close(inverse.whitened(G).square().sum(), G.flatten() @ torch.linalg.solve(precision, G.flatten()))
+
+
 def test_calibration_by_hand() -> None:
     p = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.3, 0.7], [0.9, 0.1]])
     c = foof.laplace.calibration(p, torch.tensor([0, 1, 1, 0]), bins=10)

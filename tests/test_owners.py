@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import foof
-from foof.study.train import ablations
 from cases import batch, flat, mlp
+from foof.study.train import ablations
 
 
 def step_beside_twin(model, opt, t):

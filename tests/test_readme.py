@@ -37,3 +37,4 @@ def test_findings_and_picture_are_those_of_the_records():
     assert readme.block("findings").search(README)[0] == readme.findings(found)
     assert readme.block("caption").search(README)[0] == readme.caption(found)
     assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture(found)
+    assert readme.BOARD.read_text(encoding="utf-8") == readme.board(found)

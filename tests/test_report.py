@@ -1,5 +1,6 @@
 """Verdicts, figures and the page: what is measured is what is shown."""
 
+import csv
 import json
 import math
 import re
@@ -12,17 +13,20 @@ from xml.etree import ElementTree
 import pytest
 
 from foof.study.paper import published
+from foof.study.paper.answers import answers
 from foof.study.paper.claims import CLAIMS
 from foof.study.paper.experiments import chosen, committed, conduct, experiments_of, recall, remembered
-from foof.study.paper.rules import QUANTITIES, All, Between, Bound, Lower, Similar, Term, decide
-from foof.study.paper.searches import FOOF, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
+from foof.study.paper.rules import QUANTITIES, All, Between, Bound, Term, decide, lower, similar
+from foof.study.paper.searches import FOOF, FOOF_10, KFAC, NATURAL, RELEASED, RUNS, SGD, STANDARD
 from foof.study.paper.toy import toy
-from foof.study.paper.verdicts import Ruling, Spread, Verdict, lower, of, spread
-from foof.study.search.grids import Search, Tuned, look
-from foof.study.search.presets import PRESETS
+from foof.study.paper.trials import trials
+from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, Verdict, effect, of, spread
+from foof.study.search.grids import Search, Tuned, look, rectangle
+from foof.study.search.presets import PRESETS, TRIALS
 from foof.study.search.store import Store
 from foof.study.show import plots, report
 from foof.study.show.drawings import compare, draw
+from foof.study.show.scoreboard import brief, deciding, groups, scoreboard_svg
 from foof.study.show.svg import bars_svg, curves_svg
 from foof.study.train.setting import Record, Setting
 
@@ -57,11 +61,26 @@ def test_spread_and_order():
     assert spread([1, 2, 3]) == Spread(2, 1, 3)
     assert str(spread([0.5])) == "0.5 (n = 1)"
     assert math.isnan(spread([]).mean)
-    assert lower(Spread(1, 0.1, 3), Spread(2, 0.1, 3)) is Ruling.HOLDS
-    assert lower(Spread(2, 0.1, 3), Spread(1, 0.1, 3)) is Ruling.FAILS
-    assert lower(Spread(1, 0.6, 3), Spread(2, 0.6, 3)) is Ruling.UNDECIDED
-    assert lower(Spread(1, 0.1, 3), Spread(math.inf, math.nan, 3)) is Ruling.HOLDS
-    assert lower(Spread(math.nan, 0, 3), Spread(1, 0, 3)) is Ruling.UNDECIDED
+
+
+def test_an_effect_is_the_mean_of_paired_log_ratios_with_a_t_interval():
+    """By hand: ratios 2 and 8 have the geometric mean 4, deviation log 2 · √2, and t = 12.7062 for one degree of freedom."""
+    e = effect({1: 1.0, 2: 1.0, 7: 3.0}, {1: 2.0, 2: 8.0, 5: 1.0})
+    assert (e.ratio, e.n) == (pytest.approx(4), 2)
+    assert math.log(e.high / 4) == pytest.approx(12.7062 * math.log(2), rel=1e-4) == -math.log(e.low / 4)
+    assert effect({1: 1.0}, {1: 2.0}) == Effect(pytest.approx(2.0), 0.0, math.inf, 1)
+    three = {i: float(i) for i in (1, 2, 3)}
+    assert effect(three, dict.fromkeys(three, math.inf)) == Effect(math.inf, math.inf, math.inf, 3)
+    assert math.isnan(effect(three, {**three, 2: math.inf}).ratio)
+    assert math.isnan(effect(three, {}).ratio)
+
+
+def test_a_ruling_needs_the_whole_interval():
+    e = Effect(2.0, 1.5, 3.0, 5)
+    assert [Condition(e, *where).ruling for where in ((1, math.inf), (0, 1), (1.2, 4), (1.8, 4), (4, 9))] == [
+        Ruling.HOLDS, Ruling.FAILS, Ruling.HOLDS, Ruling.UNDECIDED, Ruling.FAILS,
+    ]  # fmt: skip
+    assert Condition(Effect(math.nan, 0, math.inf, 0), 0, math.inf).ruling is Ruling.UNDECIDED
 
 
 def test_smoothing_is_that_of_the_published_curves():
@@ -96,27 +115,34 @@ def test_the_end_loss_is_the_mean_of_the_last_tenth():
     assert Record(Setting(steps=2000), "diverged", series).end_loss(until=500) == pytest.approx(47)  # it diverged later
 
 
-def test_rules_decide_beyond_the_spread_and_not_within_it():
-    found = {**tuned("a", [1.0, 1.1]), **tuned("b", [3.0, 3.3]), **tuned("c", [1.0, 1.2]), **tuned("once", [1.2])}
+def test_rules_decide_beyond_the_interval_and_not_within_it():
+    found = {
+        **tuned("a", [1.0, 1.1, 0.9]), **tuned("b", [3.0, 3.3, 2.6]), **tuned("c", [1.0, 1.2, 0.9]), **tuned("d", [0.9, 1.3, 0.8]),
+        **tuned("once", [1.2]),
+    }  # fmt: skip
 
     def ruling(rule):
         return decide(rule, found, None).ruling
 
-    a, b, c, once = (Term(x) for x in ("a", "b", "c", "once"))
-    assert (ruling(Lower(a, b)), ruling(Lower(b, a)), ruling(Lower(a, c))) == (Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED)
-    assert (ruling(Lower(a, b, 2)), ruling(Lower(a, b, 4))) == (Ruling.HOLDS, Ruling.FAILS)
-    assert ruling(Lower(a, once)) is Ruling.UNDECIDED  # one seed: a quarter stands in for its deviation
-    assert ruling(Lower(once, b)) is Ruling.HOLDS
-    assert (ruling(Similar(a, c, 1.5)), ruling(Similar(a, b, 1.5))) == (Ruling.HOLDS, Ruling.FAILS)
-    assert (ruling(Similar(a, once, 1.2)), ruling(Bound(once, 1.0, True))) == (Ruling.UNDECIDED, Ruling.UNDECIDED)
-    assert (ruling(Between(a, b, 2, 4)), ruling(Between(a, b, 4, 5))) == (Ruling.HOLDS, Ruling.FAILS)
+    a, b, c, d, once = (Term(x) for x in ("a", "b", "c", "d", "once"))
+    assert (ruling(lower(a, b)), ruling(lower(b, a)), ruling(lower(a, d))) == (Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED)
+    assert (ruling(lower(a, b, 2)), ruling(lower(a, b, 4))) == (Ruling.HOLDS, Ruling.FAILS)
+    assert ruling(lower(once, b)) is Ruling.UNDECIDED  # one seed decides nothing
+    assert (ruling(similar(a, c, 1.5)), ruling(similar(a, b, 1.5)), ruling(similar(a, d, 1.2))) == (
+        Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED,
+    )  # fmt: skip
+    assert (ruling(Between(a, b, 2, 4)), ruling(Between(a, b, 4, 5)), ruling(Between(a, b, 1, 2))) == (
+        Ruling.HOLDS, Ruling.FAILS, Ruling.FAILS,
+    )  # fmt: skip
     assert (ruling(Bound(b, 2, True)), ruling(Bound(b, 2, False)), ruling(Bound(b, 3.1, True))) == (
         Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED,
     )  # fmt: skip
-    assert ruling(All((Lower(a, b), Lower(a, c)))) is Ruling.UNDECIDED
-    assert ruling(All((Lower(b, a), Lower(a, c)))) is Ruling.FAILS
-    assert ruling(Lower(a, Term("nobody"))) is Ruling.NOT_RUN
-    assert decide(Lower(a, b), {**found, **tuned("b", [3.0, 3.3], searched=False)}, None).ruling is Ruling.UNDECIDED
+    assert ruling(All((lower(a, b), lower(a, d)))) is Ruling.UNDECIDED
+    assert ruling(All((lower(b, a), lower(a, d)))) is Ruling.FAILS
+    assert ruling(lower(a, Term("nobody"))) is Ruling.NOT_RUN
+    unfinished = {**found, **tuned("b", [3.0, 3.3, 2.6], searched=False)}
+    assert decide(lower(a, b), unfinished, None).ruling is Ruling.UNDECIDED
+    assert decide(lower(a, b), {**found, "b": replace(found["b"], selecting=True)}, None).ruling is Ruling.UNDECIDED
 
 
 def test_curves_of_different_lengths_are_compared_where_the_shorter_ends():
@@ -126,14 +152,14 @@ def test_curves_of_different_lengths_are_compared_where_the_shorter_ends():
         return {label: Tuned(records[0].setting, records, records[:1], False)}
 
     found = {**falls("long", 100, 2.0), **falls("short", 10, 1.8)}
-    assert decide(Lower(Term("short"), Term("long")), found, None).ruling is Ruling.HOLDS  # 1.7 and 1.9 at step 10
-    assert decide(Similar(Term("short"), Term("long"), 1.2), found, None).ruling is Ruling.HOLDS
+    assert decide(lower(Term("short"), Term("long")), found, None).ruling is Ruling.HOLDS  # 1.7 and 1.9 at step 10
+    assert decide(similar(Term("short"), Term("long"), 1.2), found, None).ruling is Ruling.HOLDS
 
 
 @pytest.mark.parametrize(("losses", "ruling"), [([math.inf, math.inf], Ruling.HOLDS), ([math.inf, 1.0], Ruling.UNDECIDED)])
 def test_divergence_is_worse_than_any_loss_if_all_seeds_diverge(losses, ruling):
     found = {**tuned("a", [1.0, 1.1]), **tuned("b", losses)}
-    assert decide(Lower(Term("a"), Term("b")), found, None).ruling is ruling
+    assert decide(lower(Term("a"), Term("b")), found, None).ruling is ruling
 
 
 def test_a_measurement_that_blew_up_is_not_left_out():
@@ -143,12 +169,12 @@ def test_a_measurement_that_blew_up_is_not_left_out():
 
 
 def test_a_guess_decides_nothing_before_its_grid_is_done():
-    search = Search(Setting(), (0.1, 0.3, 1.0), seeds=2, centre=(0.3, None), extend=0)
-    known = {s: Record(s, "finished", {}, {"train_loss": s.lr}) for s in (Setting(lr=0.3, seed=i) for i in range(2))}
+    search = Search(Setting(), rectangle((0.1, 0.3, 1.0)), seeds=2, centre=(0.3, None), extend=0)
+    known = {s: Record(s, "finished", {}, {"train_loss": s.lr}) for s in (Setting(lr=0.3, seed=i) for i in range(3))}
     assert look(search, known.get).tuned.searched
     guess = replace(search, known=False)
     assert not look(guess, known.get).tuned.searched
-    known |= {s: Record(s, "finished", {}, {"train_loss": s.lr}) for lr in (0.1, 1.0) for s in (Setting(lr=lr, seed=i) for i in range(2))}
+    known |= {s: Record(s, "finished", {}, {"train_loss": s.lr}) for lr in (0.1, 1.0) for s in (Setting(lr=lr, seed=i) for i in range(3))}
     assert look(guess, known.get).tuned.searched
 
 
@@ -165,12 +191,12 @@ def test_times_are_drawn_beside_those_of_sgd():
 
 
 def test_the_worse_of_two_losses_at_the_edge_of_its_grid_needs_a_factor_of_two():
-    found = {**tuned("a", [1.0, 1.1]), **tuned("b", [1.8, 1.9]), **tuned("c", [2.8, 2.9])}
-    rules = {name: Lower(Term("a"), Term(name)) for name in "bc"}
+    found = {**tuned("a", [1.0, 1.1, 0.9]), **tuned("b", [1.8, 1.9, 1.7]), **tuned("c", [2.8, 2.9, 2.7])}
+    rules = {name: lower(Term("a"), Term(name)) for name in "bc"}
     assert {decide(rule, found, None).ruling for rule in rules.values()} == {Ruling.HOLDS}
     at_edge = {label: replace(t, on_edge=label != "a") for label, t in found.items()}
     assert [decide(rule, at_edge, None).ruling for rule in rules.values()] == [Ruling.UNDECIDED, Ruling.HOLDS]
-    assert decide(Lower(Term("b"), Term("a")), at_edge, None).ruling is Ruling.UNDECIDED
+    assert decide(lower(Term("b"), Term("a")), at_edge, None).ruling is Ruling.UNDECIDED
     assert decide(rules["b"], {**found, "a": replace(found["a"], on_edge=True)}, None).ruling is Ruling.HOLDS  # the better side
 
 
@@ -204,9 +230,11 @@ def test_a_choice_is_a_figure_a_family_of_figures_or_a_claim():
 def test_verdicts_say_what_the_records_say(outcomes):
     found = {o.experiment.id: o for o in outcomes}["fig4b"].found
     verdicts = {v.id: v for o in outcomes for v in o.verdicts}
-    foof = Term(FOOF).spread(found, None)
-    assert verdicts["foof-vs-sgd"].ruling is lower(foof, Term(SGD).spread(found, None)) is Ruling.HOLDS
-    assert f"FOOF: {foof}" in verdicts["foof-vs-sgd"].measured
+    foof, sgd = (Term(label).values(found, None) for label in (FOOF, SGD))
+    assert set(foof) == {1, 2, 3}  # seed 0 has selected
+    assert verdicts["foof-vs-sgd"].conditions == (Condition(effect(foof, sgd), 1.0, math.inf),)
+    assert verdicts["foof-vs-sgd"].ruling is Ruling.HOLDS
+    assert f"FOOF: {spread(foof.values())}" in verdicts["foof-vs-sgd"].measured
     assert verdicts["kfac-ten-times"].ruling is Ruling.FAILS
     assert {verdicts["toy-sgd"].ruling, verdicts["toy-foof"].ruling} == {Ruling.HOLDS}
     assert "(2, 1)" in verdicts["toy-sgd"].measured
@@ -223,10 +251,9 @@ def test_a_report_makes_the_best_of_what_is_there(tmp_path):
     """With a few records of the preset paper: the claims they decide are decided, all others are said not to have been run."""
     fig1a = RUNS["fig1a"](PAPER, "fashion-mnist")
     with Store(":memory:") as store:
-        for label, seeds in ((KFAC, 2), (SGD, 3)):
-            search = fig1a[label]
+        for label, seeds in ((KFAC, 3), (SGD, 4)):
             for seed in range(seeds):
-                store.put(made_up(search.base.but(lr=search.centre[0], damping=search.centre[1], seed=seed)))
+                store.put(made_up(fig1a[label].middle.but(seed=seed)))
         outcomes = recall(list(experiments_of(PAPER).values()), PAPER, remembered(store))
     verdicts = {v.id: v for o in outcomes for v in o.verdicts}
     assert verdicts["kfac-vs-sgd"].ruling is Ruling.HOLDS
@@ -235,10 +262,12 @@ def test_a_report_makes_the_best_of_what_is_there(tmp_path):
     assert verdicts["kfac-vs-sgd-mnist"].ruling is Ruling.NOT_RUN
     text = report.write(tmp_path / "r.html", outcomes, PAPER).read_text(encoding="utf-8")
     assert "Not run yet" in text
-    assert "foof reproduce fig1a-mnist --preset paper" in text
+    assert "foof reproduce fig1b --preset paper" in text
+    assert "fig1a-mnist" in text
     assert "ours / published" in text
     smaller = [Verdict(v.id, v.where, v.claim, "", "", Ruling.UNDECIDED) for v in verdicts.values()]
-    found = {line.verdict.id: line.paper for line in report.lines([type(outcomes[0])(outcomes[0].experiment, {}, smaller, [])], outcomes)}
+    small = replace(outcomes[0], found={}, verdicts=smaller)
+    found = {line.verdict.id: line.paper for line in report.lines([small], outcomes)}
     assert found["kfac-vs-sgd"].ruling is Ruling.HOLDS
     assert found["kfac-vs-natural"] is None
 
@@ -312,9 +341,66 @@ def test_the_page_is_whole_and_needs_no_network(page, outcomes):
 def test_text_from_outside_cannot_break_the_page():
     evil = Verdict("x", "<b>", "</script><script>alert(1)</script>", "1 < 2", "r", Ruling.FAILS)
     figure = plots.curves_figure([], "</script><script>alert(2)</script>")
-    text = report.render([report.Line(evil)], [report.Section("s", "t", "w", "c", [figure], [], "foof")], {"runs": "0"})
+    first = report.FirstScreen("quick", groups([evil]), [])
+    said = {"runs": "0", "preset": "quick"}
+    text = report.render([report.Line(evil)], [report.Section("s", "t", "w", "c", [figure], [], "foof")], said, first)
     assert "<script>alert" not in text
     assert "&lt;b&gt;" in text
+
+
+def test_the_board_has_a_cell_for_every_claim_that_was_run(outcomes):
+    verdicts = [v for o in outcomes for v in o.verdicts]
+    run = [v for v in verdicts if v.ruling is not Ruling.NOT_RUN]
+    board = ElementTree.fromstring(scoreboard_svg(verdicts, "a < b"))
+    cells = [r for r in board.iter("{http://www.w3.org/2000/svg}rect") if r.get("class").startswith("cell")]
+    assert len(cells) == len(run) == sum(len(g.verdicts) for g in groups(verdicts))
+    assert sum(r.get("class") == "cell fails" for r in cells) == sum(v.ruling is Ruling.FAILS for v in run)
+    assert {g.title for g in groups(verdicts)} == {"The paper's claims", "Its released code", "Our own questions"}
+
+
+def test_a_verdict_s_bar_is_that_of_the_condition_it_hangs_on():
+    holds, fails = (Condition(Effect(x, x / 2, x * 2, 3), 1, math.inf) for x in (10.0, 0.1))
+    v = Verdict("x", "w", "c", "m", "r", Ruling.FAILS, conditions=(holds, fails))
+    assert deciding(v) is fails
+    assert brief(v) == "0.1× (0.05–0.2)"
+
+
+def test_the_questions_are_answered_by_the_comparison_that_decides_them(outcomes):
+    found = answers(outcomes)
+    assert [a.word for a in found] == ["Yes", "Not decided", "Yes"]
+    assert found[0].parts[0][1].ruling is Ruling.NOT_RUN  # no one-layer network at this preset
+    assert "Fig. 2A" not in found[0].sentence
+    assert "a ratio of" in found[2].sentence
+    assert {a.word for a in answers([])} == {"Not run"}
+
+
+def test_trials_are_counted_from_the_records(outcomes):
+    counted = {(t.experiment, t.curve): t for t in trials(outcomes)}
+    sgd = counted["fig1a", SGD]
+    assert (sgd.run, sgd.planned, sgd.lost, sgd.seeds) == (len({r.setting.lr for r in _tried(outcomes, "fig1a", SGD)}), sgd.run, 0, 3)
+    assert all(t.run == t.planned for t in counted.values())
+
+
+def _tried(outcomes, experiment, label):
+    return next(o for o in outcomes if o.experiment.id == experiment).found[label].tried
+
+
+def test_every_claim_is_a_row_of_the_table(outcomes, tmp_path):
+    with report.write_claims(tmp_path / "claims.csv", outcomes).open(encoding="utf-8") as table:
+        rows = list(csv.DictReader(table))
+    verdicts = [v for o in outcomes for v in o.verdicts]
+    assert [row["claim"] for row in rows] == [v.id for v in verdicts]
+    assert {row["verdict"] for row in rows} == {str(v.ruling) for v in verdicts}
+    assert all(row["about"] in ("paper", "released", "ours") for row in rows)
+
+
+@pytest.mark.parametrize("figure", [e for e in RUNS if e.startswith("fig") and e not in ("fig4a", "fig4c")])
+def test_methods_of_a_figure_have_equal_searches_at_the_paper_s_size(figure):
+    """As many trials for each, and as many values of λ for each that has one; at fixed λ, as many learning rates."""
+    searches = {k: s for k, s in RUNS[figure](PAPER, "fashion-mnist").items() if k != FOOF_10}  # which takes the λ of T = 100
+    fixed = {k: s for k, s in searches.items() if "λ =" in k}
+    assert {len(s.grid) for k, s in searches.items() if k not in fixed} <= {TRIALS}
+    assert {len(s.grid) for s in fixed.values()} <= {3}
 
 
 def test_the_svg_is_well_formed():

@@ -98,7 +98,7 @@ def test_bfloat16_weights_keep_float32_statistics():
         nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
         opt.step()
     assert all(p.dtype == torch.bfloat16 and torch.isfinite(p).all() for p in model.parameters())
-    assert all(b.moments["Sigma"].value.dtype == b.factor.tensor.dtype == torch.float32 for b in opt.preconditioner.blocks)
+    assert all(b.moments["Sigma"].value.dtype == b.inverse.tensor.dtype == torch.float32 for b in opt.preconditioner.blocks)
 
 
 # --- clipping and schedulers ---------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_clipping_acts_on_neuron_gradients():
 
 SCHEDULERS = {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=12),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=[0.1, 0.01], total_steps=12),
     "warm-up": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
     ),
@@ -171,7 +171,7 @@ def test_a_first_batch_that_is_not_finite_is_refused():
     opt = foof.FOOF(model)
     model(torch.full((4, 6), float("nan"))).sum().backward()
     before = flat(model)
-    with pytest.warns(UserWarning, match="NaN or inf"), pytest.raises(ValueError, match="or not finite"):
+    with pytest.raises(ValueError, match="or not finite"):
         opt.step()
     assert torch.equal(flat(model), before)
 

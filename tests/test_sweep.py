@@ -15,7 +15,7 @@ import pytest
 import kills
 from foof.study.search import sweep as module
 from foof.study.search.estimate import core_seconds, plan
-from foof.study.search.grids import Search, damping_grid, look, lr_at, lr_grid, lr_index, tune
+from foof.study.search.grids import Row, Search, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune
 from foof.study.search.store import Store
 from foof.study.search.sweep import WorkerDied, sweep
 from foof.study.train.run import run
@@ -181,32 +181,41 @@ def bowl(lr: float, damping: float | None = None):
     return run_all
 
 
-def test_a_pair_beyond_the_grid_may_win_and_counts_as_its_edge():
-    found = tune(Search(TINY, lr_grid(0.3, 1), (1.0,), extend=0, also=((0.1, 1e-2),)), bowl(lr=0.1, damping=1e-2))
-    assert (found.best.lr, found.best.damping, found.on_edge) == (0.1, 1e-2, True)
-    assert len(found.tried) == 3
+def test_rows_have_learning_rates_of_their_own_and_grow_along_their_ridge():
+    rows = (Row((0.1, 0.3, 1.0), 1e-2), Row((1.0, 3.0, 10.0), 1.0))
+    found = tune(Search(TINY, rows, extend=1), bowl(lr=0.03, damping=1e-4))
+    assert {(r.setting.lr, r.setting.damping) for r in found.tried} == {
+        *((lr, 1e-4) for lr in (0.01, 0.03, 0.1)), *((lr, 1e-2) for lr in (0.03, 0.1, 0.3, 1.0)), *((lr, 1.0) for lr in (1.0, 3.0, 10.0)),
+    }  # fmt: skip
+    assert (found.best.lr, found.best.damping, found.on_edge, found.planned) == (0.03, 1e-4, True, 10)
+
+
+def test_a_row_may_have_options_of_its_own():
+    rows = (Row((0.01, 0.03), None, (("momentum", 0.9),)), Row((0.1, 0.3)))
+    assert [(s.lr, s.options) for s in Search(TINY, rows).grid] == [
+        (0.01, (("momentum", 0.9),)), (0.03, (("momentum", 0.9),)), (0.1, ()), (0.3, ()),
+    ]  # fmt: skip
 
 
 def test_a_grid_grows_until_its_best_lies_inside():
     run_all = bowl(lr=3.0, damping=1e-4)
-    found = tune(Search(TINY, lr_grid(0.1, 1), (1.0, 1e2), extend=5), run_all)
+    found = tune(Search(TINY, rectangle(lr_grid(0.1, 1), (1.0, 1e2)), extend=5), run_all)
     assert (found.best.lr, found.best.damping, found.on_edge) == (3.0, 1e-4, False)
-    assert [r.setting.seed for r in found.records] == [0, 1, 2]
-    assert {r.setting.lr for r in found.tried} == set(lr_grid(0.1, 10))
+    assert [r.setting.seed for r in found.records] == [1, 2, 3]  # seed 0 has selected
     assert {r.setting.damping for r in found.tried} == {1e-6, 1e-4, 1e-2, 1.0, 1e2}
 
 
 def test_a_search_that_may_not_grow_says_its_best_is_on_the_edge():
     run_all = bowl(lr=3.0)
-    assert tune(Search(TINY, lr_grid(0.1, 1), extend=0), run_all).on_edge
-    assert not tune(Search(TINY, (1.0,)), run_all).on_edge  # a single value is a choice
+    assert tune(Search(TINY, rectangle(lr_grid(0.1, 1)), extend=0), run_all).on_edge
+    assert not tune(Search(TINY, rectangle((1.0,))), run_all).on_edge  # a single value is a choice
 
 
 def two_phases(settings):
     """Losses that are lowest at lr 1 in the beginning, and from step 100 on at lr 0.3."""
 
     def record(s):
-        losses = [abs(math.log10(s.lr / (1.0 if step < 100 else 0.3))) for step in range(1, s.steps + 1)]
+        losses = [1 + abs(math.log10(s.lr / (1.0 if step < 100 else 0.3))) for step in range(1, s.steps + 1)]
         return Record(s, "finished", {"step": list(range(1, s.steps + 1)), "loss": losses}, {"train_loss": losses[-1] + 0.01 * s.seed})
 
     return [record(s) for s in settings]
@@ -220,26 +229,57 @@ def test_what_wins_a_short_grid_must_win_at_full_length_too():
         return two_phases(settings)
 
     long = TINY.but(steps=200)
-    around = Search(long, lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50)
+    around = Search(long, rectangle(lr_grid(0.1, 1)), extend=0, centre=(0.3, None), grid_steps=50)
     found = tune(around, run_all)
-    assert (found.best.lr, found.on_edge, [r.setting.seed for r in found.records]) == (0.3, False, [0, 1, 2])
+    assert (found.best.lr, found.on_edge, [r.setting.seed for r in found.records]) == (0.3, False, [1, 2, 3])
     assert {(r.setting.lr, r.setting.steps) for r in found.tried} == {(0.1, 50), (0.3, 200), (1.0, 200)}
     assert sorted((s.lr, s.steps, s.seed) for s in asked) == [
-        (0.1, 50, 0), (0.3, 200, 0), (0.3, 200, 1), (0.3, 200, 2), (1.0, 50, 0), (1.0, 200, 0),
+        (0.1, 50, 0), (0.3, 200, 0), (0.3, 200, 1), (0.3, 200, 2), (0.3, 200, 3), (1.0, 50, 0), (1.0, 200, 0),
     ]  # fmt: skip
 
-    def bursting(settings):  # the second seed of what wins
+    def bursting(settings):  # a seed that reports what wins
         return [replace(r, status="diverged") if (r.setting.lr, r.setting.seed) == (1.0, 1) else r for r in two_phases(settings)]
 
-    assert tune(Search(long.but(steps=90), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50), bursting).best.lr == 0.3
-    better = tune(Search(long.but(steps=90), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50), run_all)
+    ended = replace(around, base=long.but(steps=90))
+    assert tune(ended, bursting).best.lr == 0.3
+    better = tune(ended, run_all)
     assert (better.best.lr, better.on_edge, len(better.records)) == (1.0, True, 3)
+
+
+def test_a_centre_that_explodes_late_gives_way_to_what_reaches_the_end():
+    """As KFAC's at step 1,800: it leads the grid, and is lost before the end of training."""
+    around = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50)
+    asked = []
+
+    def run_all(settings):
+        asked.extend(settings)
+
+        def record(s):
+            at = [{0.1: 2.0, 0.3: 1.0, 1.0: math.inf}[s.lr] if step < 100 or s.lr != 0.3 else 5.0 for step in range(1, s.steps + 1)]
+            status = "diverged" if s.lr == 1.0 else "finished"
+            return Record(s, status, {"step": list(range(1, s.steps + 1)), "loss": at}, {"train_loss": at[-1]})
+
+        return [record(s) for s in settings]
+
+    found = tune(around, run_all)
+    assert found.best.lr == 0.1
+    assert (1.0, 200) not in {(s.lr, s.steps) for s in asked}  # what has diverged by step 50 is not run again to the end
+    assert found.early_gain == pytest.approx(2.0)
+
+
+def test_beginnings_stand_in_for_runs_that_have_not_been_made():
+    long, early = TINY.but(steps=200), TINY.but(steps=100, measure=("similarity",))
+    search = Search(long, rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50, stand_ins=(early,))
+    there = {early.but(lr=0.3, seed=i) for i in range(3)}
+    found = look(search, lambda s: Record(s, "finished", {"step": [1], "loss": [1.0]}, {"train_loss": 1.0}) if s in there else None)
+    assert (found.tuned.best.steps, found.tuned.to_the_end, len(found.tuned.records)) == (100, False, 2)
+    assert found.missing == (long.but(lr=0.3),)
 
 
 @pytest.mark.parametrize(("gain", "concluded", "asked"), [(1.05, True, 0.3), (1.5, False, 1.0)])
 def test_nothing_is_concluded_while_a_clearly_better_challenger_waits(gain, concluded, asked):
     """Within what seeds differ by, the centre stands and gets its seeds; beyond it, the challenger is run at full length first."""
-    around = Search(TINY.but(steps=200), lr_grid(0.1, 1), extend=0, centre=(0.3, None), grid_steps=50)
+    around = Search(TINY.but(steps=200), rectangle(lr_grid(0.1, 1)), extend=0, centre=(0.3, None), grid_steps=50)
 
     def get(s):
         if s.seed or (s.lr != 0.3 and s.steps == 200):
@@ -252,12 +292,12 @@ def test_nothing_is_concluded_while_a_clearly_better_challenger_waits(gain, conc
 
 
 def test_the_plan_counts_seeds_in_full_and_the_rest_of_a_grid_in_short():
-    around = Search(TINY, lr_grid(0.1, 1), centre=(0.3, None), grid_steps=2)
-    seeds, trials = [TINY.but(lr=0.3, seed=i) for i in range(3)], [TINY.but(lr=lr, steps=2) for lr in (0.1, 1.0)]
-    assert plan([around]) == (5, pytest.approx(sum(map(core_seconds, [*seeds, *trials]))))
+    around = Search(TINY, rectangle(lr_grid(0.1, 1)), centre=(0.3, None), grid_steps=2)
+    seeds, trials = [TINY.but(lr=0.3, seed=i) for i in range(4)], [TINY.but(lr=lr, steps=2) for lr in (0.1, 1.0)]
+    assert plan([around]) == (6, pytest.approx(sum(map(core_seconds, [*seeds, *trials]))))
     assert plan([around], [*seeds, TINY.but(lr=1.0)])[0] == 1
-    free = Search(TINY, (0.1, 0.3))
-    assert plan([free])[0] == 4
+    free = Search(TINY, rectangle((0.1, 0.3)))
+    assert plan([free])[0] == 5
     assert plan([free], [*free.grid, *seeds])[0] == 0
 
 
@@ -265,4 +305,4 @@ def test_divergence_never_wins():
     def run_all(settings):
         return [Record(s, "diverged" if s.lr > 0.2 else "finished", {}, {"train_loss": 1 / s.lr}) for s in settings]
 
-    assert tune(Search(TINY, lr_grid(0.1, 1), extend=2), run_all).best.lr == 0.1
+    assert tune(Search(TINY, rectangle(lr_grid(0.1, 1)), extend=2), run_all).best.lr == 0.1

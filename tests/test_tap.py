@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 
 from cases import KINDS, cnn, mlp
+from foof._torch import backward_pass_id
 from foof.covering import covered_layers
 from foof.layers import Linear
-from foof._torch import backward_pass_id
 from foof.tap import Tap, existing_tap, tapped
 
 

@@ -1,20 +1,23 @@
-"""Write what the README takes from the committed records at the paper's scale: its picture, the caption, and the section on findings."""
+"""Write what the README takes from the committed records at the paper's scale: its pictures, the caption, and the section on findings."""
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+from foof.study.paper.answers import Answer, answers
 from foof.study.paper.experiments import Outcome, committed, experiments_of
 from foof.study.paper.searches import FOOF_10
-from foof.study.paper.verdicts import Ruling
+from foof.study.paper.verdicts import Ruling, Verdict
 from foof.study.search.presets import PRESETS
 from foof.study.show.drawings import Curves, draw
 from foof.study.show.headline import headline
 from foof.study.show.report import recalled
+from foof.study.show.scoreboard import groups, scoreboard_svg
 from foof.study.show.svg import curves_svg
 
 ROOT = Path(__file__).parents[1]
-PICTURE, README = ROOT / "docs/img/loss.svg", ROOT / "README.md"
+PICTURE, BOARD, README = ROOT / "docs/img/loss.svg", ROOT / "docs/img/scoreboard.svg", ROOT / "README.md"
 PAPER = PRESETS["paper"]
 
 
@@ -49,23 +52,38 @@ def caption(found: list[Outcome]) -> str:
     )
 
 
+def board(found: list[Outcome]) -> str:
+    """Every claim that has been run, as a cell."""
+    return scoreboard_svg(_verdicts(found), "The paper's claims at its own scale, Fashion-MNIST and MNIST")
+
+
+def _verdicts(found: list[Outcome]) -> list[Verdict]:
+    return [v for o in found for v in o.verdicts if o.experiment.id != "toy"]
+
+
 def findings(found: list[Outcome]) -> str:
-    """How many claims hold, what became of the standard damping, and every claim that does not hold."""
-    verdicts = [v for o in found for v in o.verdicts if o.experiment.id != "toy"]
-    counts, top = Counter(v.ruling for v in verdicts), headline([(PAPER, found)])
+    """The board, how many claims hold, and the three answers, each with the number that decides it."""
+    counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(_verdicts(found)))
+    top = headline([(PAPER, found)])
     assert top is not None
-    decided = sum(counts[r] for r in (Ruling.HOLDS, Ruling.FAILS, Ruling.UNDECIDED))
     lines = [
-        f"Of {len(verdicts)} statements on Fashion-MNIST and MNIST, {decided} have been run at the paper's scale so far: "
-        f"{counts[Ruling.HOLDS]} hold, {counts[Ruling.FAILS]} not, {counts[Ruling.UNDECIDED]} are undecided.", "", top.sentence, "",
+        f"![Every claim as a cell with its verdict, its ratio and interval]({BOARD.relative_to(ROOT)})", "",
+        f"Judged at the paper's scale so far: {counts}.", "",
+        *(f"- *{a.question}* {_decides(a)}" for a in answers(found)),
+        f"- {top.sentence}",
     ]  # fmt: skip
-    failing = [f"- *{v.claim}* ({v.where}) " + "; ".join(v.measured.splitlines()) for v in verdicts if v.ruling is Ruling.FAILS]
-    return "\n".join([*lines, *(["What does not hold:", "", *failing] if failing else [])]) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def _decides(answer: Answer) -> str:
+    """The answer by the comparison that decides it."""
+    return replace(answer, parts=tuple(part for part in answer.parts if part[1].ruling is not Ruling.NOT_RUN)[:1]).sentence
 
 
 if __name__ == "__main__":
     found = outcomes()
     PICTURE.write_text(picture(found), encoding="utf-8")
+    BOARD.write_text(board(found), encoding="utf-8")
     text = README.read_text(encoding="utf-8")
     for name, write in (("caption", caption), ("findings", findings)):
         new = write(found)

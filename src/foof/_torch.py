@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 disable_dynamo = _disable_dynamo  # one clean break of a compiled graph; the public decorator would import the compiler with foof
 foreach_mul_, foreach_add_ = torch._foreach_mul_, torch._foreach_add_  # one call for a list of tensors, in place
 CONV_FORWARD = "_conv_forward"  # what a convolution's ``forward`` calls to compute its output
-LAYERS_WITH_PASSES_OF_THEIR_OWN = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)  # in training mode
+Dropout, BatchNorm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm  # of any number of dimensions
 
 
 class Destination(Enum):
@@ -52,9 +52,10 @@ def inside_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
-def batched_backward() -> bool:
-    """Is this backward pass one for many gradients at once (``is_grads_batched=True``, ``torch.func.vmap``)?"""
-    return bool(torch._C._are_functorch_transforms_active())
+def batched(e: Tensor) -> bool:
+    """Does this gradient stand for many at once (``is_grads_batched=True``, ``torch.func.vmap``)?"""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(e) or functorch.is_legacy_batchedtensor(e))
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:

@@ -37,7 +37,7 @@ try:
     from foof.study.paper.verdicts import Ruling, of
     from foof.study.search import store, sweep
     from foof.study.search.estimate import plan
-    from foof.study.search.grids import RunAll, Search, damping_grid, lr_grid, tune
+    from foof.study.search.grids import RunAll, Search, damping_grid, lr_grid, rectangle, tune
     from foof.study.search.presets import PRESETS, Preset
     from foof.study.show import report
     from foof.study.train.methods import METHODS, method, title
@@ -152,8 +152,9 @@ def reproduce(
             outcomes = conduct(experiments, size, run_all, into.get)
         page = report.write(out / "report.html", outcomes, size, _paper_outcomes(size, experiments))
         store.export(into, out / "records.csv")
+        report.write_claims(out / "claims.csv", outcomes)
     _show(outcomes)
-    console.print(f"Report: [bold]{page}[/]   Records: {out / 'records.csv'}")
+    console.print(f"Report: [bold]{page}[/]   Claims: {out / 'claims.csv'}   Records: {out / 'records.csv'}")
     if strict and any(v.ruling is Ruling.FAILS for o in outcomes for v in o.verdicts):
         raise typer.Exit(1)
 
@@ -205,7 +206,7 @@ def sweep_(
         dampings: tuple[float | None, ...] = (None,)
     else:
         dampings = damping_grid(*_range(damping, "--damping"), every) if ":" in damping else _range(damping, "--damping")[:1]
-    search = Search(base, lr_grid(*_range(lr, "--lr")), dampings, every, seeds=seeds)
+    search = Search(base, rectangle(lr_grid(*_range(lr, "--lr")), dampings), every, seeds=seeds)
     method(search.grid[0])  # a name or a λ that does not fit is an error before anything is begun
     with store.Store(_records_file(out)) as into, _sweeping(into, workers, scheduler) as run_all:
         found = tune(search, run_all)
@@ -256,7 +257,7 @@ def report_(
                          f"run `foof reproduce --preset {size.name}` first")  # fmt: skip
         outcomes = recall(experiments, size, remembered(records))
     page = report.write(out / "report.html", outcomes, size, _paper_outcomes(size, experiments))
-    console.print(f"Report: [bold]{page}[/]")
+    console.print(f"Report: [bold]{page}[/]   Claims: {report.write_claims(out / 'claims.csv', outcomes)}")
     if svg:
         console.print(f"{len(report.write_svgs(out / 'figures', outcomes))} figures in {out / 'figures'}")
     if open_:

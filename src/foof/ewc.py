@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from foof.fisher import Fisher
-from foof.gradients import Vectors
 from foof.gram import GramOperator
 from foof.tap import differentiable_once
+from foof.vectors import Vectors
 
 __all__ = ["EWC"]
 
@@ -99,7 +99,8 @@ class EWC:
         self.anchors: list[ExactAnchor | DiagonalAnchor] = []
 
     def consolidate(self, x: Any, y: Tensor | None = None, labels: str = "mc", **options: Any) -> None:
-        """Remember the weights as they are now, and the Fisher at datapoints ``x`` of the task learnt (see ``foof.Fisher``)."""
+        """Remember the weights as they are now, and the Fisher at datapoints ``x`` of the task learnt, or of a ``DataLoader``'s (see
+        ``foof.Fisher``)."""
         self.anchors.append(self._kind(Fisher(self.model, x, labels, y, **options)))
 
     def penalty(self) -> Tensor:

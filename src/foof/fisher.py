@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from foof import _torch
 from foof.covering import covered_layers
-from foof.gradients import Vectors
-from foof.gram import GramOperator, Precision, by_layer_named
+from foof.gram import GramOperator, by_layer_named
 from foof.layers import Layer
-from foof.likelihood import Labels, Likelihood, likelihood_named
+from foof.likelihood import Labels, Likelihood, likelihood_named, seeded
+from foof.notices import warn
 from foof.passes import record
-
-Vector = Tensor | Sequence[Tensor]  # (P,), (P, k), or a list shaped like F.params
-Diagonal = float | Tensor | Sequence[float | Tensor]  # λ, a flat diagonal (P,), or for each parameter a number or a tensor
+from foof.vectors import Diagonal, Precision, Vector
+from foof.woodbury import Woodbury
 
 
 class Fisher:
@@ -33,31 +32,34 @@ class Fisher:
 
     Args:
         model: put it into the mode (eval or train) whose Fisher is meant.
-        x: inputs, datapoints first: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+        x: inputs, datapoints first: a tensor, a tuple of arguments, or a mapping of keyword arguments; or a ``DataLoader`` of inputs,
+            of (inputs, labels), or of mappings with or without ``"labels"``.
         labels: ``"mc"``: ``samples`` labels per input drawn from the model; ``"full"``: all labels, weighted by their
             probability (K backward passes and K columns per input); ``"empirical"``: the data's labels ``y``.
         y: the data's labels. Where they are given, categorical positions with label -100 are left out, whatever ``labels``.
         likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (unit variance), or a ``foof.likelihood.Likelihood``, of
-            the model's outputs ``(N, ..., C)``: classes last.
+            the model's outputs ``(N, ..., C)``: classes last. Of an output with ``.logits`` (transformers), these.
         blocks: ``"full"``, or ``"layer"`` for the block-diagonal Fisher, one block per weight with its bias.
         dtype: precision of the Gram matrix and of solves; ``torch.float64`` for damping far below F's eigenvalues.
         batch_size: datapoints per forward pass, to bound the memory of the passes themselves.
+        generator: of sampled labels: a ``torch.Generator``, or a seed.
         exclude: names of modules whose parameters count as constants.
     """
 
     def __init__(self, model: nn.Module, x: Any, labels: str | Labels = "mc", y: Tensor | None = None, *,
                  likelihood: str | Likelihood = "categorical", blocks: str = "full", samples: int = 1,
-                 dtype: torch.dtype | None = None, batch_size: int | None = None, generator: torch.Generator | None = None,
+                 dtype: torch.dtype | None = None, batch_size: int | None = None, generator: torch.Generator | int | None = None,
                  exclude: Iterable[str] = ()) -> None:  # fmt: skip
         by_layer = by_layer_named(blocks)
         source = labels if isinstance(labels, Labels) else Labels(labels, samples)
         layers, params = fisher_layers(model, tuple(exclude))
         warn_of_training_mode(model)
-        calls, N, K = record(model, layers, x, y, source, likelihood_named(likelihood), generator, batch_size)
+        labels_from = seeded(generator, params[0].device)
+        calls, N, K = record(model, layers, x, y, source, likelihood_named(likelihood), labels_from, batch_size)
         names = {id(p): name for name, p in model.named_parameters()}
-        self.names = [names[id(p)] for p in params]
         self.layers, self.by_layer = layers, by_layer
-        self.operator = GramOperator(params, calls, N, K, by_layer, dtype)
+        self.operator = GramOperator(params, calls, N, K, by_layer, dtype, [names[id(p)] for p in params])
+        self._damped: Woodbury | None = None  # the latest
 
     # --- what it is -------------------------------------------------------------------------------------------------------
 
@@ -65,6 +67,11 @@ class Fisher:
     def params(self) -> list[nn.Parameter]:
         """The covered parameters, in the order of ``model.parameters()``."""
         return self.operator.params
+
+    @property
+    def names(self) -> list[str]:
+        """Their names in the model."""
+        return self.operator.space.names
 
     @property
     def N(self) -> int:
@@ -79,7 +86,7 @@ class Fisher:
     @property
     def P(self) -> int:
         """Parameters."""
-        return sum(p.numel() for p in self.params)
+        return self.operator.space.P
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,28 +98,42 @@ class Fisher:
 
     def memory(self) -> dict[str, int]:
         """Bytes held now: inputs and errors, Gram matrices, their factors."""
-        return self.operator.memory()
+        return {**self.operator.memory(), "factor": 0 if self._damped is None else self._damped.memory()}
 
-    # --- products and solves ----------------------------------------------------------------------------------------------
+    # --- products and damped inverses ----------------------------------------------------------------------------------------------
 
     def __matmul__(self, v: Vector) -> Any:
         """``F v``, in the form of ``v``."""
-        us, back = self._read(v)
+        us, back = self.operator.space.read(v)
         return back(self.operator.apply(us))
 
-    def solve(self, v: Vector, damping: Diagonal, *, refine: int = 0) -> Any:
-        """``(F + λI)⁻¹ v`` by Woodbury's identity, in the form of ``v``. The factor is kept for the next solve with this λ.
+    def damped(self, precision: Diagonal | Precision, *, datapoints: float = 1.0) -> Woodbury:
+        """``Λ + c F``, factorised once: ``solve(v)``, ``sample(n)``, ``logdet()``, ``variance(jacobian)``. The latest one is kept.
 
-        λ may be any positive diagonal. One number for all parameters reuses the Gram matrix; one number per parameter tensor
-        costs a new Gram matrix; a full diagonal also costs all datapoints' gradients, some neurons at a time (slow, exact).
-        The relative error is about ε·μ/λ for F's largest eigenvalue μ; ``refine`` corrects the answer by its residual.
+        Λ may be any positive diagonal. One number for all parameters reuses the Gram matrix; one number per parameter tensor
+        costs a new Gram matrix; a full diagonal also costs all datapoints' gradients, some neurons at a time (slow, exact). Where
+        there are fewer parameters than columns, no diagonal costs more than another.
         """
-        us, back = self._read(v)
-        return back(self.operator.solve(us, self.precision(damping, "damping"), refine=refine))
+        return self._inverse(precision, datapoints, "precision")
+
+    def _inverse(self, value: Diagonal | Precision, datapoints: float | None, name: str) -> Woodbury:
+        c, precision = float(self.N if datapoints is None else datapoints), self.precision(value, name)
+        if self._damped is None or self._damped.c != c or self._damped.precision != precision:
+            self._damped = None  # free the old one first
+            self._damped = Woodbury(self.operator, precision, c)
+        return self._damped
+
+    def solve(self, v: Vector, damping: Diagonal, *, refine: int = 0) -> Any:
+        """``(F + λI)⁻¹ v``, in the form of ``v``: short for ``F.damped(damping).solve(v, refine)``.
+
+        The factor is kept for the next solve with this λ, which may be any positive diagonal. The relative error is about ε·μ/λ for
+        F's largest eigenvalue μ; ``refine`` corrects the answer by its residual.
+        """
+        return self._inverse(damping, 1.0, "damping").solve(v, refine)
 
     def quadratic(self, v: Vector) -> Tensor:
         """``vᵀ F v``: a number, or ``(k,)`` for ``v`` of shape ``(P, k)``."""
-        values = self.operator.quadratic(self._read(v)[0])
+        values = self.operator.quadratic(self.operator.space.read(v)[0])
         return values if isinstance(v, Tensor) and v.dim() == 2 else values[0]
 
     # --- the matrix itself ------------------------------------------------------------------------------------------------
@@ -156,7 +177,7 @@ class Fisher:
     def _part_of(self, parameter: int) -> int:
         return next(i for i, part in enumerate(self.operator.parts) if parameter in part.where)
 
-    # --- the posterior precision Λ + c F ----------------------------------------------------------------------------------
+    # --- the posterior precision Λ + c F: short for F.damped(Λ, datapoints=c), with c = N by default -----------------------
 
     def sample(self, n: int, prior_precision: Diagonal, *, datapoints: float | None = None,
                generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
@@ -164,94 +185,35 @@ class Fisher:
 
         ``F.as_list(draws[:, i])`` has the shapes of ``F.params``.
         """
-        if n < 1:
-            raise ValueError(f"the number of samples must be at least 1, got {n}.")
-        precision = self.precision(prior_precision, "prior_precision")
-        return self._flat(self.operator.sample(n, precision, self._count(datapoints), generator))
+        return self._inverse(prior_precision, datapoints, "prior_precision").sample(n, generator)
 
     def logdet(self, prior_precision: Diagonal, *, datapoints: float | None = None) -> Tensor:
         """``log det (Λ + c F)``, a float64 number."""
-        return self.operator.logdet(self.precision(prior_precision, "prior_precision"), self._count(datapoints))
+        return self._inverse(prior_precision, datapoints, "prior_precision").logdet()
 
     def posterior_solve(self, v: Vector, prior_precision: Diagonal, *, datapoints: float | None = None) -> Any:
         """``(Λ + c F)⁻¹ v``, in the form of ``v``."""
-        us, back = self._read(v)
-        return back(self.operator.solve(us, self.precision(prior_precision, "prior_precision"), self._count(datapoints)))
+        return self._inverse(prior_precision, datapoints, "prior_precision").solve(v)
 
     def eigenvalues(self) -> Tensor:
         """The D largest eigenvalues of F, ascending (those of ``GᵀG``); for ``blocks="layer"`` of all blocks together."""
         values = [torch.linalg.eigvalsh(self.operator.gram(part)) for part in self.operator.parts]
         return torch.cat(values).clamp_min(0).sort().values
 
-    def _count(self, datapoints: float | None) -> float:
-        if datapoints is not None and not 0 < datapoints < float("inf"):
-            raise ValueError(f"datapoints must be a positive number, got {datapoints}.")
-        return float(self.N if datapoints is None else datapoints)
-
     # --- forms of vectors -------------------------------------------------------------------------------------------------
 
     def as_list(self, flat: Tensor) -> list[Tensor]:
         """A flat vector ``(P,)`` as views shaped like ``F.params``."""
-        self._check_flat(flat)
-        return [piece.view(p.shape) for piece, p in zip(flat.split([p.numel() for p in self.params]), self.params, strict=True)]
+        return self.operator.space.as_list(flat)
 
     def as_flat(self, v: Sequence[Tensor]) -> Tensor:
         """A list shaped like ``F.params`` as one vector ``(P,)``."""
-        return self._flat(self._read(list(v))[0]).squeeze(1)
+        space = self.operator.space
+        return space.flat(space.read(list(v))[0]).squeeze(1)
 
-    def precision(self, value: Diagonal, name: str) -> Precision:
+    def precision(self, value: Diagonal | Precision, name: str) -> Precision:
         """A positive diagonal from a number, a flat tensor, or one entry per parameter."""
-        values: list[Any]
-        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.P and self.P > 1:
-            values = list(self.as_list(value))
-        elif isinstance(value, Sequence) and len(value) == len(self.params):
-            values = list(value)
-        elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            values = [float(value)] * len(self.params)
-        else:
-            given = tuple(value.shape) if isinstance(value, Tensor) else f"{type(value).__name__} of {value!r:.60}"
-            raise ValueError(
-                f"{name} must be a number, a flat diagonal ({self.P},), or {len(self.params)} entries like F.params; got {given}."
-            )
-        for i, (entry, p) in enumerate(zip(values, self.params, strict=True)):
-            if isinstance(entry, Tensor) and entry.numel() > 1 and entry.shape != p.shape:
-                raise ValueError(
-                    f"{name}: entry {i} ({self.names[i]}) must be a number or {tuple(p.shape)}, got {tuple(entry.shape)}."
-                )
-            if not isinstance(entry, Tensor) or entry.numel() == 1:
-                values[i] = entry = float(entry)
-            else:
-                values[i] = entry = entry.detach().clone()  # ours: the caller's may change
-            smallest, largest = (float(entry.min()), float(entry.max())) if isinstance(entry, Tensor) else (entry, entry)
-            if not (smallest > 0 and largest < float("inf")):
-                raise ValueError(f"{name} must be positive and finite, got {smallest:g} for {self.names[i]}: F alone is singular")
-        return Precision(tuple(values))
-
-    def _read(self, v: Vector) -> tuple[Vectors, Callable[[Vectors], Any]]:
-        """k vectors inside, and how to give an answer the form of the question."""
-        dtype = self.operator.dtype
-        if isinstance(v, Tensor):
-            self._check_flat(v)
-            columns = v.detach().to(dtype).reshape(self.P, -1)
-            pieces = columns.split([p.numel() for p in self.params])
-            us = [piece.mT.reshape(-1, *p.shape) for piece, p in zip(pieces, self.params, strict=True)]
-            return us, lambda answer: self._flat(answer).to(v.dtype).reshape(v.shape)
-        vs = list(v)
-        wrong = len(vs) != len(self.params) or any(u.shape != p.shape for u, p in zip(vs, self.params, strict=False))
-        if wrong:
-            raise ValueError(
-                f"a vector must be a list shaped like F.params ({len(self.params)} tensors: {_shapes(self.params)}), "
-                f"got {len(vs)} tensors: {_shapes(vs)}."
-            )
-        us = [u.detach().to(dtype).unsqueeze(0) for u in vs]
-        return us, lambda answer: [a[0].to(u.dtype) for a, u in zip(answer, vs, strict=True)]
-
-    def _check_flat(self, v: Tensor) -> None:
-        if v.dim() not in (1, 2) or v.shape[0] != self.P:
-            raise ValueError(f"a flat vector must be ({self.P},), or ({self.P}, k) for k vectors; got {tuple(v.shape)}.")
-
-    def _flat(self, vectors: Vectors) -> Tensor:
-        return torch.cat([u.flatten(1) for u in vectors], dim=1).mT
+        return self.operator.space.precision(value, name)
 
     # --- other libraries --------------------------------------------------------------------------------------------------
 
@@ -275,23 +237,17 @@ def fisher_layers(model: nn.Module, exclude: tuple[str, ...]) -> tuple[list[Laye
     left_out = [f"{name} ({why})" for name, why in rest.items() if why != "excluded by request"]
     if left_out:
         listed = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
-        warnings.warn(f"the Fisher does not cover {listed}: they count as constants.", stacklevel=4)
+        warn(f"the Fisher does not cover {listed}: they count as constants.")
     covered = {id(p) for layer in layers for p in layer.parameters}
     return layers, [p for p in model.parameters() if id(p) in covered]
 
 
 def warn_of_training_mode(model: nn.Module) -> None:
     """Dropout and batch normalisation in training mode make the Fisher one of a particular forward pass."""
-    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    kinds = (_torch.Dropout, _torch.BatchNorm)
     found = sorted({type(m).__name__ for m in model.modules() if isinstance(m, kinds) and m.training})
     if found:
-        warnings.warn(
+        warn(
             f"the model is in training mode with {', '.join(found)}: this is the Fisher of this forward pass (its masks, its "
-            f"batch statistics, which also couple datapoints). Call model.eval() for the Fisher of the trained function.",
-            stacklevel=4,
+            f"batch statistics, which also couple datapoints). Call model.eval() for the Fisher of the trained function."
         )
-
-
-def _shapes(tensors: Sequence[Any]) -> str:
-    shapes = [str(tuple(getattr(t, "shape", ("?",)))) for t in tensors]
-    return ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "")

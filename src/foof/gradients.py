@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from foof.layers import Embedding, Layer
 from foof.statistics import wide
+from foof.vectors import Vectors
 
-Vectors = list[Tensor]  # k vectors at once: one (k, *p.shape) per parameter
 Weights = Sequence[float | Tensor]  # a diagonal: for each parameter one number, or a tensor of its shape
 
 ROWS = 1024  # rows of a at a time on each side of a product of rows
@@ -156,13 +156,24 @@ class Columns:
             self._add_by_slices(other, weights, out)
 
     def _rows_are_cheaper(self, other: Columns) -> bool:
-        """Multiply-adds of ``(AAᵀ) ⊙ (EEᵀ)`` on rows against those of gradients, then their products."""
+        rows, slices = self._gram_costs(other)
+        return rows <= slices
+
+    def _gram_costs(self, other: Columns) -> tuple[int, int]:
+        """Multiply-adds of ``(AAᵀ) ⊙ (EEᵀ)`` on rows, and those of gradients, then their products."""
         n, m, G = self.layer.n, self.layer.m, self.layer.groups
         pairs, labels = self.N * self.R * other.N * other.R * G, self.K * other.K
         rows = pairs * ((0 if self.layer.diagonal else m) + labels * (n + PASSES))
         columns = self.N * self.K * other.N * other.K
         slices = G * n * m * (columns + self.N * self.K * self.R + other.N * other.K * other.R)
-        return rows <= slices
+        return rows, slices
+
+    def gram_cost(self, other: Columns) -> int:
+        """Multiply-adds of ``add_gram``, by the cheaper way."""
+        if not self.calls or not other.calls:
+            return 0
+        rows, slices = self._gram_costs(other)
+        return min(rows, slices) if self.one_matrix else slices
 
     def _add_by_rows(self, other: Columns, weights: Weights | None, out: Tensor) -> None:
         q = self._input_weights(weights, out)
@@ -242,6 +253,45 @@ class Columns:
             left = self.of_neurons(part, dtype).flatten(0, 1)
             right = left if other is self else other.of_neurons(part, dtype).flatten(0, 1)
             yield (left, right) if root is None else (left * root, left * root if other is self else right * root)
+
+    # --- G Gᵀ -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def separable(self) -> bool:
+        """Is each column an outer product ``e aᵀ``?"""
+        return self.one_matrix and self.R == 1 and bool(self.calls) and self.layer.groups == 1 and not self.layer.diagonal
+
+    def moment(self, dtype: torch.dtype) -> Tensor:
+        """``G Gᵀ`` ``(n·m, n·m)`` of a separable block, its rows in the order ``positions(layer)``.
+
+        Its blocks are ``Aᵀ diag(Σ_k e_kj e_kl) A`` for each pair (j, l) of neurons: for all labels at once. Each is symmetric, so
+        that only its lower half, by slabs of rows I, is computed.
+        """
+        A, E = (rows[0] for rows in self._rows(slice(0, self.N), dtype))  # (N, m), (K, N, n)
+        n, m = self.layer.n, self.layer.m
+        H = torch.einsum("kij,kil->ijl", E, E)
+        moment = torch.zeros(n, m, n, m, dtype=dtype, device=A.device)
+        for j in range(n):
+            for I in chunks(m, max(64, m // 8)):
+                for i in chunks(self.N, BUDGET // (8 * (j + 1) * m)):
+                    weighted = H[i, j, : j + 1].unsqueeze(2) * A[i, : I.stop].unsqueeze(1)  # (N, l ≤ j, columns up to I)
+                    moment[j, I, : j + 1, : I.stop] += (A[i, I].mT @ weighted.flatten(1)).unflatten(1, (j + 1, I.stop))
+            for block in moment[j, :, : j + 1].unbind(1):
+                block.copy_(block.tril() + block.tril(-1).mT)
+            moment[:j, :, j] = moment[j, :, :j].permute(1, 2, 0)
+        return moment.view(n * m, n * m)
+
+    def second_moments(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``Σ_ir a aᵀ`` ``(G, m, m)``, or its diagonal ``(m,)``, and ``Σ_irk e eᵀ`` ``(G, n, n)``: sums over datapoints, rows, labels."""
+        layer = self.layer
+        Sigma = torch.zeros((layer.m,) if layer.diagonal else (layer.groups, layer.m, layer.m), dtype=dtype, device=layer.weight.device)
+        Sigma_E = torch.zeros(layer.groups, layer.n, layer.n, dtype=dtype, device=layer.weight.device)
+        for chunk in chunks(self.N, BUDGET // (8 * self.R * layer.groups * max(layer.m, self.K * layer.n))):
+            A, E = self._rows(chunk, dtype)
+            Sigma += layer.counts(A).to(dtype) if isinstance(layer, Embedding) else A.mT @ A
+            E = E.flatten(1, 2)
+            Sigma_E += E.mT @ E
+        return Sigma, Sigma_E
 
     # --- gradients of a slice, the diagonal, and the block of one datapoint -----------------------------------------------
 

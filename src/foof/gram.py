@@ -1,12 +1,7 @@
-"""The subsampled Fisher ``F = G Gᵀ`` as an operator: products with it, and everything Woodbury's identity gives (Appendix I).
+"""The subsampled Fisher ``F = G Gᵀ`` as a matrix: products with it, ``GᵀG`` and ``G Gᵀ`` themselves, and nothing else.
 
-With N datapoints, K labels each and D = N·K columns ``g_ik/√N``, only D × D matrices are factorised. For a diagonal ``Λ`` and a
-number c, with ``U = I/c + Gᵀ Λ⁻¹ G``,
-
-    (Λ + c F)⁻¹ u = Λ⁻¹u - Λ⁻¹ G U⁻¹ Gᵀ Λ⁻¹u
-    log det (Λ + c F) = log det Λ + D log c + log det U.
-
-Vectors are lists with one tensor ``(k, *p.shape)`` per parameter: k vectors at once.
+With N datapoints and K labels each, G has D = N·K columns ``g_ik/√N``. Vectors are lists with one tensor ``(k, *p.shape)`` per
+parameter: k vectors at once. Its damped inverse is in ``foof.woodbury``.
 """
 
 from __future__ import annotations
@@ -18,47 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from foof import linalg
-from foof.gradients import BUDGET, Call, Columns, Vectors, blocks_of
+from foof.gradients import BUDGET, Call, Columns, Weights, blocks_of, chunks
 from foof.statistics import exact, wide
-
-
-@dataclass(frozen=True, eq=False)
-class Precision:
-    """The diagonal ``Λ``: for each parameter a positive number, or a tensor of its shape."""
-
-    values: tuple[float | Tensor, ...]
-
-    @property
-    def scalar(self) -> float | None:
-        """λ where Λ = λI."""
-        first = self.values[0]
-        return first if isinstance(first, float) and all(isinstance(v, float) and v == first for v in self.values) else None
-
-    def same(self, other: Precision) -> bool:
-        """Are these the same diagonal?"""
-
-        def equal(a: float | Tensor, b: float | Tensor) -> bool:
-            if isinstance(a, Tensor) or isinstance(b, Tensor):
-                return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-            return a == b
-
-        return all(equal(a, b) for a, b in zip(self.values, other.values, strict=True))
-
-    def divide(self, us: Vectors, power: float = 1.0) -> Vectors:
-        """``Λ^(-power) u``."""
-        return [u / (v.to(u.dtype) ** power if isinstance(v, Tensor) else v**power) for u, v in zip(us, self.values, strict=True)]
-
-    def times(self, us: Vectors) -> Vectors:
-        """``Λ u``."""
-        return [u * (v.to(u.dtype) if isinstance(v, Tensor) else v) for u, v in zip(us, self.values, strict=True)]
-
-    def logdet(self, params: list[nn.Parameter]) -> Tensor:
-        terms = [
-            v.double().log().sum() if isinstance(v, Tensor) else torch.tensor(p.numel() * math.log(v), dtype=torch.float64)
-            for v, p in zip(self.values, params, strict=True)
-        ]
-        return torch.stack([t.cpu() for t in terms]).sum()
+from foof.vectors import ParameterSpace, Vectors
 
 
 @dataclass(eq=False)
@@ -68,21 +25,44 @@ class Part:
     blocks: list[Columns]
     where: list[int]  # positions of the blocks' parameters among the operator's, block by block
     gram: Tensor | None = None
-    factor: Tensor | None = None  # L Lᵀ = U, or λU where Λ = λI
-    factor_of: tuple[Precision, float] | None = None
+    moment: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Its parameters."""
+        return sum(block.size for block in self.blocks)
+
+    def order(self) -> Tensor:
+        """Which entry of the part's flat vector each row of ``GramOperator.moment`` is of: ``(p,)``."""
+        block = self.blocks[0]
+        return block.positions(block.layer) if self.separable else torch.arange(self.size, device=block.params[0].device)
+
+    @property
+    def separable(self) -> bool:
+        """Is this one block whose columns are outer products ``e aᵀ``?"""
+        return len(self.blocks) == 1 and self.blocks[0].separable
 
 
 class GramOperator:
     """``F = G Gᵀ`` from the calls of one recording."""
 
     def __init__(self, params: list[nn.Parameter], calls: list[Call], N: int, K: int, by_layer: bool,
-                 dtype: torch.dtype | None = None) -> None:  # fmt: skip
-        self.params, self.N, self.K = params, N, K
-        self.dtype = wide(dtype or params[0].dtype)  # of the Gram matrix and of all that is solved with it
+                 dtype: torch.dtype | None = None, names: list[str] | None = None) -> None:  # fmt: skip
+        self.N, self.K = N, K
+        self.space = ParameterSpace(params, wide(dtype or params[0].dtype), names)
         blocks = blocks_of(params, calls, N, K)
         at = {id(p): i for i, p in enumerate(params)}
         groups = [[block] for block in blocks] if by_layer else [blocks]
         self.parts = [Part(group, [at[id(p)] for block in group for p in block.params]) for group in groups]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return self.space.params
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the Gram matrix, and of all that is computed with it."""
+        return self.space.dtype
 
     @property
     def D(self) -> int:
@@ -136,153 +116,81 @@ class GramOperator:
                     answer[next(where)] = values / self.N
         return answer
 
-    # --- the Gram matrix and its factor -------------------------------------------------------------------------------------
+    # --- GᵀG and G Gᵀ --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gram(self, part: Part) -> Tensor:
         """``GᵀG`` ``(D, D)``, made once."""
         if part.gram is None:
-            self.check_memory()
-            part.gram = self._weighted_gram(part, None)
+            self.check_memory(self.D)
+            part.gram = self.cross(part, self, part, None)
         return part.gram
-
-    def _weighted_gram(self, part: Part, precision: Precision | None) -> Tensor:
-        """``Gᵀ Λ⁻¹ G``."""
-        return self.cross(part, self, part, precision)
 
     @torch.no_grad()
     @exact
-    def cross(self, part: Part, other: GramOperator, others: Part, precision: Precision | None) -> Tensor:
-        """``G₁ᵀ Λ⁻¹ G₂`` ``(D₁, D₂)`` with the same part of an operator of the same model on other datapoints."""
+    def cross(self, part: Part, other: GramOperator, others: Part, weights: Weights | None) -> Tensor:
+        """``G₁ᵀ diag(weights) G₂`` ``(D₁, D₂)`` with the same part of an operator of the same model on other datapoints."""
         where = iter(part.where)
         products = torch.zeros(self.D, other.D, dtype=self.dtype, device=self.device)
         for block, theirs in zip(part.blocks, others.blocks, strict=True):
             indices = [next(where) for _ in block.params]
-            weights = None if precision is None else [1 / precision.values[i] for i in indices]
-            block.add_gram(theirs, weights, products)
+            block.add_gram(theirs, None if weights is None else [weights[i] for i in indices], products)
         return products.div_(math.sqrt(self.N * other.N))
 
     @torch.no_grad()
-    def factor(self, part: Part, precision: Precision, c: float, weighted: Tensor | None = None) -> Tensor:
-        """Cholesky factor of ``U = I/c + Gᵀ Λ⁻¹ G``, or of ``λU = λ/c I + GᵀG`` where Λ = λI, kept until Λ or c changes.
-
-        weighted: ``Gᵀ Λ⁻¹ G``, if it is at hand.
-        """
-        if part.factor is None or part.factor_of is None or part.factor_of[1] != c or not part.factor_of[0].same(precision):
-            part.factor = None  # free the old one first
-            name = "the Gram matrix GᵀG"
-            if precision.scalar is not None:
-                part.factor = linalg.damped_cholesky(self.gram(part), precision.scalar / c, name)
+    @exact
+    def moment(self, part: Part) -> Tensor:
+        """``G Gᵀ`` of the part itself ``(p, p)``, its rows in the order ``part.order()``, made once."""
+        if part.moment is None:
+            self.check_memory(part.size)
+            if part.separable:
+                part.moment = part.blocks[0].moment(self.dtype).div_(self.N)
             else:
-                self.check_memory()
-                K = self._weighted_gram(part, precision) if weighted is None else weighted
-                part.factor = linalg.damped_cholesky(K, 1 / c, name)
-            part.factor_of = (precision, c)
-        return part.factor
+                total = torch.zeros(part.size, part.size, dtype=self.dtype, device=self.device)
+                for chunk in chunks(self.N, BUDGET // (8 * self.K * part.size)):
+                    columns = self.columns(part, chunk)
+                    total.addmm_(columns.mT, columns)
+                part.moment = total
+        return part.moment
 
-    def _divide_by_U(self, part: Part, t: Tensor, precision: Precision, c: float) -> Tensor:
-        """``U⁻¹ t`` for t ``(D, k)``."""
-        L = self.factor(part, precision, c)
-        return torch.cholesky_solve(t, L) * (precision.scalar or 1.0)
+    def columns(self, part: Part, datapoints: slice = slice(None)) -> Tensor:
+        """The part's columns of G themselves, as rows: ``(K·n, p)`` for n datapoints, block by block."""
+        return torch.cat([block.flat(self.dtype, datapoints) for block in part.blocks], dim=1) / math.sqrt(self.N)
 
-    # --- Woodbury -----------------------------------------------------------------------------------------------------------
+    def columns_are_cheaper(self, part: Part) -> bool:
+        """Are ``GᵀG`` and its factor, D³/6 multiply-adds, cheaper than ``G Gᵀ`` and its, p³/6?
 
-    @torch.no_grad()
-    def solve(self, us: Vectors, precision: Precision, c: float = 1.0, refine: int = 0) -> Vectors:
-        """``(Λ + c F)⁻¹ u = Λ⁻¹u - Λ⁻¹ G U⁻¹ Gᵀ Λ⁻¹u``.
-
-        Along F's large eigenvalues μ this is a small difference of large numbers, with a relative error of about ε·cμ/λ; each of
-        ``refine`` corrections by the residual, ``x ← x + (Λ + c F)⁻¹ (u - (Λ + c F) x)``, shrinks the error by that factor.
+        Measured with one linear layer of p = 7,850 on D = 9,000 columns: 0.3 s and 4.2 s against 1.5 s and 3.5 s.
         """
-        solved = self._solve(us, precision, c)
-        left = self._residual(us, solved, precision, c) if refine else []
-        for _ in range(refine):
-            better = [x + y for x, y in zip(solved, self._solve(left, precision, c), strict=True)]
-            still_left = self._residual(us, better, precision, c)
-            if not _size(still_left) < _size(left):  # beyond this precision
-                break
-            solved, left = better, still_left
-        return solved
-
-    def _residual(self, us: Vectors, xs: Vectors, precision: Precision, c: float) -> Vectors:
-        """``u - (Λ + c F) x``."""
-        products = zip(us, precision.times(xs), self.apply(xs), strict=True)
-        return [u - scaled - c * y for u, scaled, y in products]
-
-    def _solve(self, us: Vectors, precision: Precision, c: float) -> Vectors:
-        scaled = precision.divide(us)
-        inside: Vectors = [us[0]] * len(us)
-        for part in self.parts:
-            self.combine(part, self._divide_by_U(part, self.project(part, scaled), precision, c), inside)
-        return [u - v for u, v in zip(scaled, precision.divide(inside), strict=True)]
-
-    @torch.no_grad()
-    def sample(self, n: int, precision: Precision, c: float, generator: torch.Generator | None) -> Vectors:
-        """n exact draws from ``N(0, (Λ + c F)⁻¹)``.
-
-        Appendix C.1 with ``V = √c Λ^(-1/2) G``: ``x = y - V (I + VᵀV)⁻¹ (Vᵀy + z)``, y and z standard normal, has covariance
-        ``I + V U'⁻¹ (VᵀV + I) U'⁻¹ Vᵀ - 2 V U'⁻¹ Vᵀ = I - V U'⁻¹ Vᵀ`` with ``U' = I + VᵀV`` (in the paper's Eq. (12) the last
-        term lacks the ``U'⁻¹``); ``Λ^(-1/2) x`` is the sample. Here ``U' = cU``, hence z/√c.
-        """
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=self.dtype, device=self.device, generator=generator)
-
-        ys = [normal(n, *p.shape) for p in self.params]
-        scaled, inside = precision.divide(ys, 0.5), list(ys)
-        for part in self.parts:
-            t = self.project(part, scaled) + normal(self.D, n) / math.sqrt(c)
-            self.combine(part, self._divide_by_U(part, t, precision, c), inside)
-        return [y - x for y, x in zip(scaled, precision.divide(inside), strict=True)]
-
-    @torch.no_grad()
-    def logdet(self, precision: Precision, c: float) -> Tensor:
-        """``log det (Λ + c F) = log det Λ + Σ log(1 + c μ)``, in float64, with μ the eigenvalues of ``Gᵀ Λ⁻¹ G``.
-
-        From the Cholesky factor, unless c times the rounding errors of the μ that should be 0 would count.
-        """
-        total = precision.logdet(self.params)
-        for part in self.parts:
-            K = self.gram(part) if precision.scalar is not None else self._weighted_gram(part, precision)
-            strength = c / (precision.scalar or 1.0)
-            rounding = torch.finfo(K.dtype).eps * float(K.diagonal().max())
-            if self.D * rounding * strength < 0.1:
-                L = self.factor(part, precision, c, K)
-                total = total + 2 * L.diagonal().double().log().sum().cpu() + self.D * math.log(strength)
-            else:
-                rank = min(self.D, sum(block.size for block in part.blocks))
-                mu = torch.linalg.eigvalsh(K.double()).cpu()[-rank:]
-                total = total + torch.log1p(strength * torch.where(mu > torch.finfo(K.dtype).eps * mu[-1], mu, 0.0)).sum()
-        return total
+        p, D = part.size, self.D
+        if p >= D:
+            return True
+        by_columns = sum(block.gram_cost(block) for block in part.blocks) + D**3 / 6
+        by_parameters = p * (p + 1) * (self.N if part.separable else D) + p**3 / 6
+        return by_columns <= by_parameters
 
     # --- memory -------------------------------------------------------------------------------------------------------------
 
-    def gram_bytes(self) -> int:
-        """What the Gram matrices and their factorisation need at most: kept Gram and factor of each part, two more in passing."""
-        return (2 * len(self.parts) + 2) * self.D**2 * torch.finfo(self.dtype).bits // 8
-
-    def check_memory(self) -> None:
-        """Raise a ``MemoryError`` before allocating what cannot fit."""
-        needed, available = self.gram_bytes() + BUDGET, available_memory(self.device)
-        held = sum(t.numel() * t.element_size() for part in self.parts for t in (part.gram, part.factor) if t is not None)
+    def check_memory(self, order: int) -> None:
+        """Raise a ``MemoryError`` before allocating what cannot fit: matrices of this order and their factors, two more in passing."""
+        parts = len(self.parts)
+        bytes_each = order**2 * torch.finfo(self.dtype).bits // 8
+        needed, available = (2 * parts + 2) * bytes_each + BUDGET, available_memory(self.device)
+        held = sum(t.numel() * t.element_size() for part in self.parts for t in (part.gram, part.moment) if t is not None)
         if available is not None and needed - held > available:
             raise MemoryError(
-                f"D = {self.N:,} datapoints × {self.K} labels = {self.D:,} columns: {len(self.parts)} Gram matrices of D × D and "
-                f"their factors need {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free. Use fewer datapoints, "
+                f"D = {self.N:,} datapoints × {self.K} labels = {self.D:,} columns, {self.space.P:,} parameters: {parts} matrices of order "
+                f"{order:,} and their factors need {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free. Use fewer datapoints, "
                 f'labels="mc" instead of "full", blocks="full" instead of "layer", or a float32 Gram matrix.'
             )
 
     def memory(self) -> dict[str, int]:
-        """Bytes held now: inputs and errors; Gram matrices; their factors."""
+        """Bytes held now: inputs and errors; Gram matrices."""
+        matrices = [t for part in self.parts for t in (part.gram, part.moment) if t is not None]
         return {
             "inputs and errors": sum(block.bytes for part in self.parts for block in part.blocks),
-            "gram": sum(0 if part.gram is None else part.gram.numel() * part.gram.element_size() for part in self.parts),
-            "factor": sum(0 if part.factor is None else part.factor.numel() * part.factor.element_size() for part in self.parts),
+            "gram": sum(t.numel() * t.element_size() for t in matrices),
         }
-
-
-def _size(us: Vectors) -> float:
-    return math.sqrt(sum(float(u.double().square().sum()) for u in us))
 
 
 def by_layer_named(blocks: str) -> bool:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foof.fisher import Diagonal, Fisher
+from foof.fisher import Fisher
 from foof.tap import behind_a_tap
+from foof.vectors import Diagonal
 
 __all__ = ["hypergradient"]
 
@@ -46,8 +47,7 @@ def hypergradient(fisher: Fisher, inner_loss: Tensor, outer_loss: Tensor, hyperp
     outer = torch.autograd.grad(outer_loss, [*params, *hs], retain_graph=True, allow_unused=True)
     direct = outer[len(params) :]
     v = [torch.zeros_like(p) if g is None else g for p, g in zip(params, outer, strict=False)]
-    us, back = fisher._read(v)
-    solved = back(fisher.operator.solve(us, fisher.precision(damping, "damping"), scale, refine))
+    solved = fisher.damped(damping, datapoints=scale).solve(v, refine)
     inner = torch.autograd.grad(inner_loss, params, create_graph=True, allow_unused=True)
     product = sum((g * s).sum() for g, s in zip(inner, solved, strict=True) if g is not None)
     if not isinstance(product, Tensor) or not product.requires_grad:

@@ -183,15 +183,41 @@ class EigenInverse(TwoSided):
         s_A, U_A = (Sigma.clone(), None) if Sigma.dim() == 1 else linalg.eigh(Sigma)
         return cls(s_A, U_A, *linalg.eigh(Sigma_E), damping)
 
+    def with_damping(self, damping: float, scale: float = 1.0) -> EigenInverse:
+        """``(c Σ ⊗ Σ_E + λI)⁻¹`` for another λ, and c = ``scale``: an eigenbasis serves every one."""
+        return type(self)(self.s_A, self.U_A, scale * self.s_E, self.U_E, damping)
+
+    @property
+    def eigenvalues(self) -> Tensor:
+        """``s_E s_Aᵀ + λ`` of the matrix that is inverted, ``(..., n, m)``."""
+        return self.s_E.unsqueeze(-1) * self.s_A.unsqueeze(-2) + self.damping
+
     def right(self, X: Tensor) -> Tensor:
         return X if self.U_A is None else X.to(self.U_A.dtype) @ self.U_A
 
     def left(self, X: Tensor) -> Tensor:
         return X.to(self.U_E.dtype) @ self.U_E
 
-    def finish(self, G: Tensor) -> Tensor:
-        G = self.U_E @ (G / (self.s_E.unsqueeze(-1) * self.s_A.unsqueeze(-2) + self.damping))
+    def back(self, G: Tensor) -> Tensor:
+        """``U_E G U_Aᵀ``: out of the eigenbases."""
+        G = self.U_E @ G
         return G if self.U_A is None else G @ self.U_A.mT
+
+    def finish(self, G: Tensor) -> Tensor:
+        return self.back(G / self.eigenvalues)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """n draws from ``N(0, (Σ ⊗ Σ_E + λI)⁻¹)``, each as a matrix: ``U_E [Z / √(s_E s_Aᵀ + λ)] U_Aᵀ``, ``(n, ..., n, m)``."""
+        roots = self.eigenvalues.sqrt()
+        return self.back(torch.randn(n, *roots.shape, dtype=roots.dtype, device=roots.device, generator=generator) / roots)
+
+    def whitened(self, G: Tensor) -> Tensor:
+        """``X`` with ``⟨X, Y⟩ = Gᵀ (Σ ⊗ Σ_E + λI)⁻¹ H`` for the X of G and the Y of H ``(..., n, m)``."""
+        return self.right(self.left(G.mT).mT) / self.eigenvalues.sqrt()
+
+    def logdet(self) -> Tensor:
+        """``log det (Σ ⊗ Σ_E + λI)``, a float64 number."""
+        return self.eigenvalues.double().log().sum()
 
     def state_dict(self) -> dict[str, Any]:
         tensors = {"s_A": self.s_A, "U_A": self.U_A, "s_E": self.s_E, "U_E": self.U_E}

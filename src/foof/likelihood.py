@@ -147,7 +147,7 @@ class Bernoulli(Likelihood):
 class Gaussian(Likelihood):
     """Means and targets ``(N, ..., C)`` with unit variance: the loss ``½ |y - f|²``. ``H = I``.
 
-    ``nn.MSELoss`` is twice this, divided by the number of outputs.
+    ``nn.MSELoss`` is twice this, divided by the number of outputs. Posteriors know observation noise σ: there all of it is over σ².
     """
 
     def sampled(self, out: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -237,6 +237,11 @@ class Labels:
             raise ValueError('the empirical Fisher needs the data\'s labels: pass y, or use labels "mc" or "full".')
         else:
             yield likelihood.given(out, y)
+
+
+def seeded(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator | None:
+    """A generator, or one made of a seed; None stands for torch's own."""
+    return torch.Generator(device).manual_seed(generator) if isinstance(generator, int) else generator
 
 
 def make_generator(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:

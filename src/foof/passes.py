@@ -1,115 +1,39 @@
-"""One forward pass, then one backward pass per label, keeping every covered layer's inputs and errors and nothing else."""
+"""Calling a model on batches in pieces; recording the inputs and errors of a pass, and nothing else.
+
+One forward pass, then one backward pass per label, and one more that makes sure that each row of the outputs is a datapoint of its
+own: otherwise there are no gradients of datapoints to be told apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from foof._torch import origin
+from foof import _torch
 from foof.gradients import Call, chunks
-from foof.layers import Embedding, Layer, Linear
+from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood
-from foof.tap import Visit, tapped
+from foof.statistics import wide
+from foof.tap import Visit, inputs_seen, tapped
+
+MIXING = (nn.RNNBase, nn.MultiheadAttention)  # modules not covered that make rows depend on one another, along some dimension
 
 
-class Recorder:
-    """A receiver that keeps ``x`` and ``e`` of every call and asks for no weight gradient.
-
-    Inputs that no operation of the graph has made are the caller's, who may write other data into them: these are copied.
-    """
-
-    mask: Tensor | None = None
-
-    def __init__(self) -> None:
-        self.passes: list[list[tuple[Layer, Tensor, Tensor]]] = []
-
-    def receive(self, visit: Visit) -> None:
-        x, first = visit.x, len(self.passes) == 1  # whose x is the one that is kept
-        kept = x.detach().clone() if first and origin(x).grad_fn is None else x.detach()
-        self.passes[-1].append((visit.layer, kept, visit.e.detach()))
-
-    def backward(self, out: Tensor, errors: Iterable[Tensor], layers: list[Layer], N: int) -> list[Call]:
-        """The calls behind ``out``, one backward pass per output error. The passes visit one graph, hence in one order."""
-        weights = list({id(layer.weight): layer.weight for layer in layers if layer.weight.requires_grad}.values())
-        self.passes = []
-        for s in errors:
-            self.passes.append([])
-            grads = torch.autograd.grad(out, weights, s.to(out.dtype), retain_graph=True, allow_unused=True)
-            self._check_all_recorded(grads, weights, layers)
-        if self.passes and any(_ambiguous(layer, x, N) for layer, x, _ in self.passes[0]):
-            self._check_datapoints_come_first(out, weights)
-        calls = []
-        for same in zip(*self.passes, strict=True):
-            layer, x, e = same[0]
-            if x.shape[0] != N or e.shape[0] != N:
-                raise ValueError(
-                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} and output {tuple(e.shape)} is not the "
-                    f"{N} datapoints, so the gradients of datapoints cannot be told apart. Expand its input to ({N}, ...) or "
-                    f"pass exclude=[{layer.name!r}]."
-                )
-            calls.append(Call(layer, x, [error for _, _, error in same]))
-        self.passes = []
-        return calls
-
-    def _check_datapoints_come_first(self, out: Tensor, weights: list[nn.Parameter]) -> None:
-        """Errors of the first datapoint alone must stay at the first place of every layer's output."""
-        passes, probe = self.passes, torch.zeros_like(out)
-        probe[0] = torch.linspace(1, 2, out[0].numel(), device=out.device).reshape(out[0].shape)
-        self.passes = [[]]
-        torch.autograd.grad(out, weights, probe, retain_graph=True, allow_unused=True)
-        for layer, x, e in self.passes[0]:
-            if e[1:].any():
-                raise ValueError(
-                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} is as long as the datapoints are many, but is not "
-                    f"theirs, so their gradients cannot be told apart. Put the datapoints first, or pass exclude=[{layer.name!r}]."
-                )
-        self.passes = passes
-
-    @staticmethod
-    def _check_all_recorded(grads: tuple[Tensor | None, ...], weights: list[nn.Parameter], layers: list[Layer]) -> None:
-        for grad, weight in zip(grads, weights, strict=True):
-            if grad is not None:
-                names = " = ".join(layer.label for layer in layers if layer.weight is weight)
-                raise ValueError(
-                    f"{names}: its weight is also used outside its layer's forward(), where its inputs are not seen; exclude it. (Or "
-                    "the model was compiled and run before: call torch._dynamo.reset().)"
-                )
-
-
-def _ambiguous(layer: Layer, x: Tensor, N: int) -> bool:
-    """Might the first dimension be another than the datapoints, of the same length by chance? (time, or a table of positions)"""
-    lengths = x.shape if isinstance(layer, Embedding) else x.shape[:-1] if isinstance(layer, Linear) else x.shape[:1]
-    return N > 1 and lengths[0] == N and (lengths.count(N) > 1 or (isinstance(layer, Embedding) and x.dim() == 1))
+# --- calling a model --------------------------------------------------------------------------------------------------------
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model on a tensor, a mapping of keyword arguments, or a tuple of arguments."""
+    """Call a model on a tensor, a mapping of keyword arguments, or a tuple of arguments; of what it returns, the ``logits``, if any."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
-           generator: torch.Generator | None, batch_size: int | None) -> tuple[list[Call], int, int]:  # fmt: skip
-    """Calls, N datapoints and K labels of ``inputs``, ``batch_size`` datapoints at a time. Buffers stay as they were."""
-    parts: list[list[Call]] = []
-    N = 0
-    with buffers_kept(model):
-        for part, targets in pieces(inputs, y, batch_size):
-            recorder = Recorder()
-            with torch.enable_grad(), tapped(layers, recorder):
-                out = call_model(model, part)
-                check_output(out)
-                errors = labels.errors(likelihood, out, targets, generator)
-                parts.append(recorder.backward(out, errors, layers, len(out)))
-            N += len(out)
-            del out
-    calls = _joined(parts)
-    return calls, N, len(calls[0].errors) if calls else 1
+        out = model(**inputs)
+    else:
+        out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    return out if isinstance(out, Tensor) else getattr(out, "logits", out)  # a ModelOutput of transformers
 
 
 @contextmanager
@@ -127,20 +51,38 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 def check_output(out: Any) -> None:
     """Raise unless this is a tensor ``(N, ...)`` of at least one datapoint that depends on the model's parameters."""
     if not isinstance(out, Tensor):
-        raise TypeError(f"the model must return one tensor (N, ..., C), got {type(out).__name__}; wrap it in a module that does.")
+        raise TypeError(
+            f"the model must return one tensor (N, ..., C), or an output with .logits, got {type(out).__name__}; wrap it in a module "
+            "that does."
+        )
     if out.dim() < 2 or len(out) == 0:
         raise ValueError(f"the model's outputs must be (N, ..., C) with at least one datapoint, got {tuple(out.shape)}.")
     if not out.requires_grad:
         raise ValueError("the model's outputs do not depend on its parameters (were they made under no_grad?).")
 
 
-def pieces(inputs: Any, y: Tensor | None, batch_size: int | None) -> Iterable[tuple[Any, Tensor | None]]:
-    """Inputs as a model takes them (see ``call_model``) and their labels, ``batch_size`` datapoints at a time."""
+def pieces(inputs: Any, y: Tensor | None, batch_size: int | None,
+           device: torch.device | None = None) -> Iterator[tuple[Any, Tensor | None]]:  # fmt: skip
+    """Inputs as a model takes them (see ``call_model``) and their labels, ``batch_size`` datapoints at a time.
+
+    ``inputs`` may be a ``DataLoader`` of inputs, of pairs (inputs, labels), or of mappings with or without ``"labels"``; its batches
+    are moved to ``device``, and it shows its progress if that takes long and tqdm is installed.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+    if not isinstance(inputs, DataLoader):
+        yield from _cut(inputs, y, batch_size)
+        return
+    if y is not None:
+        raise ValueError("the labels of a DataLoader come in its batches: leave out y.")
+    for batch in _with_progress(inputs):
+        yield from _cut(*_split_batch(batch, device), batch_size)
+
+
+def _cut(inputs: Any, y: Tensor | None, batch_size: int | None) -> Iterator[tuple[Any, Tensor | None]]:
     if batch_size is None:
         yield inputs, y
         return
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     values = list(inputs.values()) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else [inputs]
     shapes = [tuple(t.shape) for t in values if _has_datapoints(t)]
     if len({shape[0] for shape in shapes}) != 1:
@@ -159,6 +101,246 @@ def _has_datapoints(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
+def _split_batch(batch: Any, device: torch.device | None) -> tuple[Any, Tensor | None]:
+    """Inputs and labels of a DataLoader's batch: a mapping's ``"labels"``; of a pair the second; of more the last."""
+
+    def here(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    if isinstance(batch, Mapping):
+        return {k: here(v) for k, v in batch.items() if k != "labels"}, here(batch.get("labels"))
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        *inputs, y = map(here, batch)
+        if not isinstance(y, Tensor):
+            raise TypeError(f"the last entry of a DataLoader's batch must be the labels, a tensor; got {type(y).__name__}.")
+        return inputs[0] if len(inputs) == 1 else tuple(inputs), y
+    return here(batch[0]) if isinstance(batch, (tuple, list)) else here(batch), None
+
+
+def _with_progress(batches: DataLoader[Any]) -> Iterable[Any]:
+    """The batches, with a bar on a terminal once that has taken two seconds, where tqdm is installed."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        return batches
+    total = len(batches) if isinstance(batches.dataset, Sized) else None
+    return tqdm(batches, total=total, desc="foof", unit="batch", delay=2.0, disable=None, leave=False)
+
+
+# --- recording --------------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A receiver that keeps ``x`` and ``e`` of every call and asks for no weight gradient.
+
+    Inputs that no operation of the graph has made are the caller's, who may write other data into them: these are copied.
+    ``model``: the one whose layers these are. If it normalises by batch statistics, its datapoints do depend on one another, and nothing
+    can be said about the order of its dimensions.
+    """
+
+    mask: Tensor | None = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.passes: list[list[tuple[Layer, Tensor, Tensor]]] = []
+        self.spread: set[int] = set()  # ids of layers whose output for all datapoints alike is given to each of them
+        self._batch_statistics = any(
+            isinstance(m, _torch.BatchNorm) and (m.training or m.running_mean is None) for m in model.modules()
+        )
+
+    def receive(self, visit: Visit) -> None:
+        if not (id(visit.layer) in self.spread and len(visit.x) == 1):  # otherwise see spread_to
+            self._keep(visit.layer, visit.x, visit.e)
+
+    def _keep(self, layer: Layer, x: Tensor, e: Tensor) -> None:
+        first = len(self.passes) == 1  # whose x is the one that is kept
+        self.passes[-1].append((layer, x.detach().clone() if first and _torch.origin(x).grad_fn is None else x.detach(), e.detach()))
+
+    @contextmanager
+    def spread_to(self, layers: Iterable[Layer], N: int) -> Iterator[None]:
+        """Forward passes in which the output ``(1, ...)`` of these layers is given to each of N datapoints, so that its error can be
+        had for each of them, instead of the sum over all."""
+
+        def hook(layer: Layer) -> Any:
+            def spread(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
+                x = args[0] if args else next(iter(kwargs.values()))
+                if len(x) != 1 or not out.requires_grad:
+                    return None
+                to_each = out.expand(N, *out.shape[1:]).clone()
+                to_each.register_hook(lambda e: self._keep(layer, x.expand(N, *x.shape[1:]), e))
+                return to_each
+
+            return layer.module.register_forward_hook(spread, with_kwargs=True)
+
+        self.spread = {id(layer) for layer in layers}
+        handles = [hook(layer) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def backward(self, out: Tensor, errors: Iterable[Tensor], layers: list[Layer], inputs: Iterable[Tensor] = ()) -> list[Call]:
+        """The calls behind ``out`` ``(N, ...)``, one backward pass per output error. The passes visit one graph, hence in one order.
+
+        inputs: further tensors of the graph whose rows must be datapoints.
+        """
+        weights = list({id(layer.weight): layer.weight for layer in layers if layer.weight.requires_grad}.values())
+        self.passes, N, inputs = [], len(out), list(inputs)
+        first: tuple[Tensor, list[Tensor | None]] | None = None
+        for s in errors:
+            wanted = [*weights, *(inputs if first is None else ())]
+            self.passes.append([])
+            grads = torch.autograd.grad(out, wanted, s.to(out.dtype), retain_graph=True, allow_unused=True)
+            self._check_all_recorded(grads, weights, layers)
+            first = (s, list(grads[len(weights) :])) if first is None else first
+        self._check_shapes(N)
+        if first is not None:
+            self._check_datapoints(out, *first, weights, inputs)
+        calls = [Call(same[0][0], same[0][1], [e for _, _, e in same]) for same in zip(*self.passes, strict=True)]
+        self.passes = []
+        return calls
+
+    def _check_shapes(self, N: int) -> None:
+        for layer, x, e in self.passes[0] if self.passes else ():
+            if x.shape[:1] != (N,) or e.shape[:1] != (N,):
+                raise ValueError(
+                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} and output {tuple(e.shape)} is not the "
+                    f"{N} datapoints, so the gradients of datapoints cannot be told apart. Expand its input to ({N}, ...) or "
+                    f"pass exclude=[{layer.name!r}]."
+                )
+
+    def _check_datapoints(self, out: Tensor, s: Tensor, of_inputs: list[Tensor | None], weights: list[nn.Parameter],
+                          inputs: list[Tensor]) -> None:  # fmt: skip
+        """Each datapoint's output error times a number of its own must bring its errors ``e``, times that number, and nothing else.
+
+        The numbers are powers of two, so that rounding is the same.
+        """
+        N = len(out)
+        if N == 1 or self._batch_statistics:
+            return
+        r = _factors(N).to(out)
+        self.passes.append([])
+        scaled = s.to(out.dtype) * r.reshape(-1, *[1] * (out.dim() - 1))
+        grads = torch.autograd.grad(out, [*weights, *inputs], scaled, retain_graph=True, allow_unused=True)[len(weights) :]
+        for (layer, x, e), (_, _, probed) in zip(self.passes[0], self.passes.pop(), strict=True):
+            if not _told_apart(e, probed, r):
+                raise ValueError(
+                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} is as long as the datapoints are many, but is not "
+                    "theirs, or they depend on one another (time first? a batch sorted inside the model, a graph, similarities within "
+                    "the batch?), so their gradients cannot be told apart. Put the datapoints first, one output for each, or pass "
+                    f"exclude=[{layer.name!r}]."
+                )
+        for e_x, probed_x in zip(of_inputs, grads, strict=True):
+            if e_x is not None and probed_x is not None and len(e_x) == N and not _told_apart(e_x, probed_x, r):
+                raise ValueError(
+                    f"the outputs {tuple(out.shape)} at one place of the first dimension depend on inputs {tuple(e_x.shape)} at others, "
+                    "so that it is not the datapoints (time first? nn.RNN, nn.MultiheadAttention and nn.TransformerEncoderLayer have "
+                    "batch_first=False unless told otherwise). Put the datapoints first, at inputs and outputs."
+                )
+
+    @staticmethod
+    def _check_all_recorded(grads: tuple[Tensor | None, ...], weights: list[nn.Parameter], layers: list[Layer]) -> None:
+        for grad, weight in zip(grads, weights, strict=False):
+            if grad is not None:
+                names = " = ".join(layer.label for layer in layers if layer.weight is weight)
+                raise ValueError(
+                    f"{names}: its weight is also used outside its layer's forward(), where its inputs are not seen; exclude it. (Or "
+                    "the model was compiled and run before: call torch._dynamo.reset().)"
+                )
+
+
+def _told_apart(e: Tensor, probed: Tensor, r: Tensor) -> bool:
+    """Is ``probed`` e, times r datapoint by datapoint, up to rounding?"""
+    tolerance, dtype = torch.finfo(e.dtype).eps ** 0.5, wide(e.dtype)
+    e, probed = e.flatten(1).to(dtype) * r.to(dtype).unsqueeze(1), probed.flatten(1).to(dtype)
+    largest = e.norm(dim=1).max()
+    return not bool(((probed - e).norm(dim=1) > tolerance * largest).any())  # NaN stays NaN
+
+
+def _factors(N: int) -> Tensor:
+    """Numbers ``±2^k``, no two of ten alike."""
+    values = torch.tensor([1.0, -1.0, 2.0, -2.0, 4.0, -4.0, 0.5, -0.5, 0.25, -0.25])
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(len(values), generator=generator) for _ in range(-(-N // len(values)))]
+    return values[torch.cat(orders)[:N]]
+
+
+def recorded(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
+             generator: torch.Generator | None, batch_size: int | None) -> Iterator[tuple[list[Call], int]]:  # fmt: skip
+    """Calls and number of datapoints of each piece of ``inputs``, ``batch_size`` datapoints at a time. Buffers stay as they were."""
+    with buffers_kept(model):
+        for part, targets in pieces(inputs, y, batch_size, layers[0].weight.device):
+            recorder = Recorder(model)
+            with torch.enable_grad(), tapped(layers, recorder):
+                part, watched = _watched(part) if any(isinstance(m, MIXING) for m in model.modules()) else (part, [])
+                out = _forward(model, part, layers, recorder)
+                N, errors = len(out), labels.errors(likelihood, out, targets, generator)
+                calls = recorder.backward(out, errors, layers, watched)
+            del out, watched
+            yield calls, N
+
+
+def _forward(model: nn.Module, inputs: Any, layers: list[Layer], recorder: Recorder) -> Tensor:
+    """The outputs ``(N, ...)``.
+
+    Layers called once for all datapoints alike (a table of positions, with input ``(1, L)``) have their outputs given to each of
+    them: that takes a second forward pass, whose outputs must be those of the first.
+    """
+    alike: dict[int, Layer] = {}
+
+    def see(layer: Layer, x: Tensor) -> None:
+        if x.dim() > 1 and len(x) == 1:
+            alike[id(layer)] = layer
+
+    device = layers[0].weight.device
+    before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    with inputs_seen(layers, see):
+        out = call_model(model, inputs)
+    check_output(out)
+    N = len(out)
+    if N == 1 or not alike:
+        return out
+    torch.set_rng_state(before[0])
+    if before[1] is not None:
+        torch.cuda.set_rng_state(before[1], device)
+    with recorder.spread_to(alike.values(), N):
+        again = call_model(model, inputs)
+    if again.shape != out.shape or not torch.allclose(again, out, rtol=1e-3, atol=1e-3 * float(out.detach().abs().max())):
+        names = ", ".join(layer.label for layer in alike.values())
+        raise ValueError(
+            f"{names}: one input for all {N} datapoints, whose output is not simply given to each of them; their gradients cannot be told "
+            f"apart. Expand the input to ({N}, ...), or exclude the layer."
+        )
+    return again
+
+
+def _watched(inputs: Any) -> tuple[Any, list[Tensor]]:
+    """Inputs of which gradients can be had, and those."""
+    watched: list[Tensor] = []
+
+    def watch(value: Any) -> Any:
+        if not (_has_datapoints(value) and value.is_floating_point()):
+            return value
+        watched.append(value.detach().requires_grad_())
+        return watched[-1].clone()  # a model may write into its inputs
+
+    if isinstance(inputs, Mapping):
+        return {k: watch(v) for k, v in inputs.items()}, watched
+    if isinstance(inputs, (tuple, list)):
+        return tuple(map(watch, inputs)), watched
+    return watch(inputs), watched
+
+
+def record(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
+           generator: torch.Generator | None, batch_size: int | None) -> tuple[list[Call], int, int]:  # fmt: skip
+    """Calls, N datapoints and K labels of ``inputs``, all pieces together."""
+    parts = list(recorded(model, layers, inputs, y, labels, likelihood, generator, batch_size))
+    if not parts:
+        raise ValueError("there is no batch in these inputs, so there is no datapoint to take gradients at.")
+    calls = _joined([calls for calls, _ in parts])
+    return calls, sum(N for _, N in parts), len(calls[0].errors) if calls else 1
+
+
 def _joined(parts: list[list[Call]]) -> list[Call]:
     """The same calls of several batches as one, freeing each as it goes."""
     if len(parts) == 1:
@@ -168,6 +350,11 @@ def _joined(parts: list[list[Call]]) -> list[Call]:
     joined = []
     for number in range(len(parts[0])):
         same = [calls[number] for calls in parts]
+        if len({(call.x.shape[1:], call.errors[0].shape[1:]) for call in same}) > 1:
+            raise ValueError(
+                f"{same[0].layer.label}: batches with inputs of different shapes ({', '.join(str(tuple(c.x.shape)) for c in same[:4])}) "
+                "cannot be joined: pad them to one length, with labels -100 where there is no loss."
+            )
         errors = [torch.cat(each) for each in zip(*(call.errors for call in same), strict=True)]
         joined.append(Call(same[0].layer, torch.cat([call.x for call in same]), errors))
         for call in same:

@@ -50,7 +50,7 @@ class Gathered:
         self.rows: Tensor | None = None  # (..., k, m), not yet multiplied out
         self.moment: Tensor | None = None  # (..., m, m) or (m,)
         self.of_pass: dict[int, int] = {}  # datapoints by backward pass
-        self._version = 0  # of the rows when they came
+        self._written = 0  # of the rows when they came
         self._overwritten = False  # has somebody written into rows before they were multiplied out?
 
     @property
@@ -65,7 +65,7 @@ class Gathered:
         self._count(datapoints, pass_id)
         rows = rows.to(wide(rows.dtype))
         if self.rows is None and self.moment is None and rows.shape[-2] <= rows.shape[-1]:
-            self.rows, self._version = rows, _torch.version(rows)
+            self.rows, self._written = rows, _torch.version(rows)
         else:
             self._add(rows.mT @ rows)
 
@@ -76,7 +76,7 @@ class Gathered:
 
     def product(self) -> Tensor:
         """The sum over rows ``Σ a aᵀ``, multiplied out."""
-        self._overwritten |= self.rows is not None and _torch.version(self.rows) != self._version
+        self._overwritten |= self.rows is not None and _torch.version(self.rows) != self._written
         moment = self.rows.mT @ self.rows if self.rows is not None else self.moment
         assert moment is not None
         return moment
@@ -85,7 +85,7 @@ class Gathered:
         """Add all that another has seen, which itself stays as it is."""
         empty = self.rows is None and self.moment is None
         if empty and other.rows is not None:
-            self.rows, self._version = other.rows, other._version
+            self.rows, self._written = other.rows, other._written
         elif other.rows is not None or other.moment is not None:
             self.moment, self.rows = other.product().clone() if empty else self.product() + other.product(), None
         self._overwritten |= other._overwritten
@@ -99,7 +99,7 @@ class Gathered:
         """
         seen = self.rows if self.rows is not None else self.moment
         assert seen is not None
-        if self._overwritten or (self.rows is not None and _torch.version(self.rows) != self._version):  # since the backward pass
+        if self._overwritten or (self.rows is not None and _torch.version(self.rows) != self._written):  # since the backward pass
             return torch.zeros((), dtype=torch.bool, device=seen.device)  # made there: nothing waits
         return torch.isfinite(seen.sum())
 
@@ -192,7 +192,7 @@ class Schedule:
         if not isinstance(self.T, int) or self.T < 1:
             raise ValueError(f"T is the number of steps between inversions: it must be a whole number, at least 1, got {self.T!r}.")
         if not isinstance(self.S, int) or not 1 <= self.S <= self.T:
-            raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: it must be a whole number in 1..{self.T}, got {self.S!r}.")
+            raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: it must be in 1..{self.T}, got {self.S!r}.")
 
     @classmethod
     def of(cls, T: int, S: int | None) -> Schedule:

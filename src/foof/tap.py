@@ -34,6 +34,7 @@ class Visit:
     lands: bool  # is the weight's gradient accumulated into ``.grad``? Otherwise ``autograd.grad`` returns it
     notes: list[Any]  # kept with this call for as long as its graph lives: what one pass leaves for another
     mask: Tensor | None  # which rows count, as set when the layer was called
+    pass_id: int  # of the backward pass; within a checkpoint that runs one of its own (``use_reentrant=True``), of the pass around it
 
 
 class Receiver(Protocol):
@@ -74,9 +75,7 @@ def differentiable_once(why: str) -> Callable[[Backward], Backward]:
                 return answers
             sources = [t for t in (*ctx.saved_tensors, *grads) if isinstance(t, Tensor) and t.requires_grad]
             given = [a for a in answers if a is not None]
-            if not (sources and given):
-                return answers
-            refusing = iter(_Refused.apply(why, len(given), *given, *sources))
+            refusing = iter(_Refused.apply(why, len(given), *given, *(sources or [torch.zeros((), requires_grad=True)])) if given else ())
             return tuple(None if a is None else next(refusing) for a in answers)
 
         return once
@@ -93,6 +92,7 @@ class _Junction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.receiver, ctx.bias_dtype = layer, receiver, None if bias is None else bias.dtype
         ctx.notes, ctx.mask = [], receiver.mask
+        ctx.within = _torch.backward_pass_id()  # of a pass: this is a checkpoint's recomputation
         return out
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Junction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         layer: Layer = ctx.layer
-        if _torch.batched_backward():
+        if _torch.batched(e):
             raise NotImplementedError(
                 f"{layer.label}: many gradients at once (is_grads_batched=True, vmap over a backward pass) cannot come through a layer "
                 "with an optimizer of foof on it: ask for one at a time, or call the optimizer's remove() first."
@@ -113,7 +113,8 @@ class _Junction(torch.autograd.Function):
             to_bias = destination(ctx, BIAS) if needs_bias else Destination.NOWHERE
             if to_weight != Destination.NOWHERE or (needs_weight and layer.has_bias and to_bias != Destination.NOWHERE):
                 lands = Destination.GRAD in (to_weight, to_bias)
-                matrix = ctx.receiver.receive(Visit(layer, x, e, lands, ctx.notes, ctx.mask))
+                pass_id = _torch.backward_pass_id() if ctx.within < 0 else ctx.within
+                matrix = ctx.receiver.receive(Visit(layer, x, e, lands, ctx.notes, ctx.mask, pass_id))
                 if matrix is not None:
                     grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
                     if grad_bias is not None:
@@ -207,29 +208,33 @@ def existing_tap(module: nn.Module) -> Tap | None:
     return None
 
 
-def _first_tap_behind(*outputs: Tensor) -> Any:
-    """A tap's node that a backward pass from these goes through, or None."""
+def _taps_behind(*outputs: Tensor) -> Iterator[Any]:
+    """The nodes of taps that a backward pass from these goes through."""
     left, seen, junction = [out.grad_fn for out in outputs], set[Any](), _torch.node_class(_Junction)
     while left:
         node = left.pop()
-        if isinstance(node, junction):
-            return node
         if node is not None and node not in seen:
             seen.add(node)
             left += [following for following, _ in node.next_functions]
-    return None
+            if isinstance(node, junction):
+                yield node
 
 
 def behind_a_tap(*outputs: Tensor) -> bool:
     """Would a backward pass from these go through a tap, so that gradients are what its receiver makes of them?"""
-    return _first_tap_behind(*outputs) is not None
+    return any(True for _ in _taps_behind(*outputs))
+
+
+def layers_behind(out: Tensor) -> set[Layer]:
+    """The layers whose taps a backward pass from ``out`` goes through."""
+    return {node.layer for node in _taps_behind(out)}
 
 
 def leave_note(out: Tensor, note: Any) -> None:
     """Leave a note with the graph of ``out``, for the receiver of a later pass; nothing where it goes through no tap."""
-    node = _first_tap_behind(out)
-    if node is not None:
+    for node in _taps_behind(out):
         node.notes.append(note)
+        return
 
 
 @contextmanager

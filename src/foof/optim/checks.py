@@ -44,7 +44,7 @@ def make_fallback(rest: Fallback, groups: list[dict[str, Any]], weight_decay: fl
     if callable(rest):
         made = rest(groups)  # type: ignore[arg-type]  # any torch optimizer takes groups as it takes parameters
         if not isinstance(made, Optimizer):
-            raise TypeError(f"rest=... as a factory must return a torch optimizer of the parameters it is given, got {type(made).__name__}.")
+            raise TypeError(f"rest=... as a factory must return a torch optimizer of the parameters given, got {type(made).__name__}.")
         return made
     kind, options = fallback_named(rest)
     return kind(groups, maximize=maximize, **{"lr": 1e-3, "weight_decay": weight_decay, **options})  # type: ignore[call-arg]

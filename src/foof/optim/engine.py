@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,7 +79,7 @@ class Engine:
         """The neuron gradient of one call of one layer; see ``foof.tap.Receiver``."""
         if self._recording is not None:
             return self._recording.receive(visit)
-        self.step.begin(_torch.backward_pass_id())
+        self.step.begin(visit.pass_id)
         if self.step.passes == FORGOTTEN:
             self.warn(f"{FORGOTTEN} backward passes since the last step of the optimizer on these neurons. While it is attached, gradients "
                       "of its layers are neuron gradients: call its step(), or its remove() if it is no longer wanted.", once=True)
@@ -87,13 +89,14 @@ class Engine:
         block.rows = layer.rows(e)
         ledger = self.step.ledger(block, visit.lands)
         self.estimator.observe(block, ledger, visit, self.schedule.gathers())
-        if block.inverse is None and block.moments and block.shares_weight and visit.lands:
-            self._start({block: ledger})  # the sum of two differently preconditioned gradients cannot be told apart later
-        if block.inverse is None or ledger.plain or self.estimator.leaves_plain(block):
+        if block.inverse is None and ledger.inverse is None and block.moments and block.shares_weight and visit.lands:
+            ledger.inverse = self._provisional_inverse(block, ledger)
+        inverse = block.inverse or ledger.inverse
+        if inverse is None or ledger.plain or self.estimator.leaves_plain(block):
             gradient = layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
             ledger.leave_plain(gradient, watch=not self._sharded)
         else:
-            gradient = block.inverse.gradient(layer, x, e)
+            gradient = inverse.gradient(layer, x, e)
         if not (self._sharded or self.estimator.plain or block.shares_weight):
             if block not in self._bypass:
                 self._bypass[block] = Bypass(block.weight)
@@ -108,10 +111,6 @@ class Engine:
             yield
         finally:
             self._recording = before
-
-    def in_use(self) -> list[Block]:
-        """Blocks whose layers have been called in training."""
-        return list(dict.fromkeys(self._block_of[id(tap.layer)] for tap in self.taps if tap.fired))
 
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Outputs (and labels) that estimate the Fisher. FOOF has no use for them."""
@@ -137,7 +136,8 @@ class Engine:
         if self.keeps_plain:
             self.plain_gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.params]
         plain = {block: self.ledgers.get(block) for block in with_gradient if self._is_plain(block)}
-        self._start({block: ledger for block, ledger in plain.items() if block.inverse is None})
+        provisional = {block: ledger for block, ledger in self.ledgers.items() if ledger.inverse is not None}
+        self._start({block: ledger for block, ledger in (plain | provisional).items() if block.inverse is None})
         self.estimator.precondition({block: ledger for block, ledger in plain.items() if block.inverse is not None or not block.moments})
         self._warn_of_bypasses()
 
@@ -160,12 +160,28 @@ class Engine:
         new = {block: ledger for block, ledger in ledgers.items() if block.moments}
         if not new:
             return
+        if distributed.group_of(self.process_group) is None:  # an error comes before anything has changed
+            for block, ledger in new.items():
+                if not all(moment.updates or (ledger and ledger.sound(key)) for key, moment in block.moments.items()):
+                    self._can_start(block, ledger is not None)
         self._fold({block: ledger.seen for block, ledger in new.items() if ledger is not None})
         reached = {block for block, ledger in new.items() if ledger is not None}
         reached = sharing.synchronise(list(new), reached, self.process_group, self.estimator)
         startable = [block for block in new if self._can_start(block, block in reached)]
         self._invert(startable)
         self.estimator.folded({block: ledger for block in startable if (ledger := new[block]) is not None})
+
+    def _provisional_inverse(self, block: Block, ledger: Ledger) -> Any:
+        """An inverse for a weight tied to one of another layout on its first step, from what has come so far; None if that is nothing.
+
+        It cannot wait: the sum of the two plain gradients could not be told apart later. The averages do not hear of it yet.
+        """
+        trial = replace(block, moments=deepcopy(block.moments))
+        self._fold({trial: dict(ledger.seen)})
+        sharing.synchronise([trial], {trial}, self.process_group, self.estimator)
+        if trial.known:
+            self._invert([trial])
+        return trial.inverse
 
     def _can_start(self, block: Block, reached: bool) -> bool:
         """Has enough been seen of this block? If not: is its gradient zero (an expert that no row was sent to), or is this an error?"""
@@ -201,7 +217,6 @@ class Engine:
 
     def drop(self) -> None:
         """The gradients are being thrown away, and with them what they came with."""
-        self.estimator.drop(self.step)
         self.step.drop()
 
     def refresh(self) -> None:

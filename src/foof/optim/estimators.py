@@ -5,7 +5,7 @@ An estimator knows no schedule, no optimizer and no other estimator. The engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from foof._torch import backward_pass_id, origin
+from foof._torch import origin
 from foof.kronecker import EigenInverse, InputInverse, KroneckerInverse
 from foof.layers import Embedding, Layer
 from foof.likelihood import Labels, Likelihood, make_generator, restore
 from foof.optim.block import Block
-from foof.optim.step import Ledger, Step
+from foof.optim.step import Ledger
 from foof.passes import call_model
 from foof.statistics import EACH_ROW, Gathered, Schedule
-from foof.tap import Receiver, Visit, inputs_seen
+from foof.tap import Receiver, Visit, inputs_seen, layers_behind
 
 Seen = dict[Block, dict[str, Gathered]]
 
@@ -35,9 +35,6 @@ class Host(Protocol):
 
     def recording(self, receiver: Receiver) -> AbstractContextManager[None]:
         """Until the context ends, passes go to this receiver and are not part of any step."""
-
-    def in_use(self) -> list[Block]:
-        """Blocks whose layers have been called in training."""
 
     def warn(self, message: str, once: bool | str = False) -> None: ...
 
@@ -80,9 +77,6 @@ class Estimator:
     def finish(self, host: Host, ledgers: dict[Block, Ledger], due: bool) -> None:
         """It has been taken. Were the statistics due for data?"""
 
-    def drop(self, step: Step) -> None:
-        """It will not be taken."""
-
     def precondition(self, ledgers: dict[Block, Ledger | None]) -> None:
         """Make plain gradients those of the method. Each block alone, unless a method knows better."""
         for block, ledger in ledgers.items():
@@ -124,7 +118,7 @@ class InputMoments(Estimator):
 
     def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
         if due or block.inverse is None:
-            gather_inputs(ledger.seen["Sigma"], visit.layer, visit.x, visit.mask, backward_pass_id(), self.mean_over_rows)
+            gather_inputs(ledger.seen["Sigma"], visit.layer, visit.x, visit.mask, visit.pass_id, self.mean_over_rows)
 
     def invert(self, block: Block, T: int) -> InputInverse:
         Sigma, layer = block.moments["Sigma"].value, block.layer
@@ -217,13 +211,13 @@ class FisherRows:
         if used is not None and len(x) == self.estimate.batch:
             x, e, mask = x[:used], e[:used], None if mask is None else mask[:used]
         if first:
-            gather_inputs(self.seen["Sigma"], layer, x, mask, backward_pass_id(), settings.mean_over_rows)
+            gather_inputs(self.seen["Sigma"], layer, x, mask, visit.pass_id, settings.mean_over_rows)
         rows, seen = layer.error_rows(e), self.seen["Sigma_E"]
         datapoints, counted, rows = rows.shape[-3], _counted(rows, layer, mask), rows.flatten(-3, -2)
         if counted is not None:
             rows = rows[counted]
         count = 0 if not first else rows.shape[-2] if settings.average_rows else datapoints
-        seen.add_rows(rows, count, EACH_ROW if settings.average_rows else backward_pass_id())
+        seen.add_rows(rows, count, EACH_ROW if settings.average_rows else visit.pass_id)
 
 
 class FisherPasses:
@@ -231,12 +225,14 @@ class FisherPasses:
 
     mask: Tensor | None = None
 
-    def __init__(self, settings: FisherSettings, batch: int, note: Callable[[FisherPasses], FisherRows]) -> None:
-        self.settings, self.batch, self._note = settings, batch, note
+    def __init__(self, settings: FisherSettings, batch: int, layers: Container[Layer], note: Callable[[FisherPasses], FisherRows]) -> None:
+        self.settings, self.batch, self._layers, self._note = settings, batch, layers, note
         self.first = True  # the inputs, and how many datapoints there are, are counted once for all passes
         self.recorded: list[tuple[Layer, FisherRows]] = []
 
     def receive(self, visit: Visit) -> None:
+        if visit.layer not in self._layers:
+            return
         note = next((note for note in visit.notes if isinstance(note, FisherRows) and note.estimate is self), None)
         if note is None:
             note = self._note(self)
@@ -260,7 +256,6 @@ class KroneckerFisher(Estimator):
         self.plain = not kind.linear
         self.generator = make_generator(generator, device)
         self._asked = False  # for an estimate, since the last step
-        self._beyond_outputs: set[Block] = set()  # in use when a Fisher pass did not come by
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -271,15 +266,13 @@ class KroneckerFisher(Estimator):
         return (f"kfac ({self.kind.__name__.removesuffix('Inverse')}Factor)",)
 
     def update_curvature(self, host: Host, due: bool, out: Tensor, y: Tensor | None) -> None:
-        """Estimate the Fisher at these outputs, if it is due, or if a layer that they may depend on has no inverse yet."""
-        new = [block for block in host.in_use() if block.inverse is None and block not in self._beyond_outputs]
-        if due or new:
-            reached = {id(layer) for layer, _ in self._estimate(host, out, y)}
-            if reached:
-                self._beyond_outputs.update(block for block in new if not any(id(layer) in reached for layer in block.layers))
+        """Estimate the Fisher at these outputs, if it is due; otherwise for those layers behind them that have no inverse yet."""
+        layers = {layer for block in host.blocks for layer in block.layers if due or block.inverse is None}
+        if due or (layers and isinstance(out, Tensor) and (layers := layers & layers_behind(out))):
+            self._estimate(host, out, y, layers)
 
-    def _estimate(self, host: Host, out: Tensor, y: Tensor | None) -> list[tuple[Layer, FisherRows]]:
-        """One backward pass for each output error; what they have recorded, call by call."""
+    def _estimate(self, host: Host, out: Tensor, y: Tensor | None, layers: Container[Layer]) -> list[tuple[Layer, FisherRows]]:
+        """One backward pass for each output error; what they have recorded of these layers, call by call."""
         if not (isinstance(out, Tensor) and out.requires_grad):
             raise ValueError("update_curvature needs the outputs of the model, a tensor computed with gradients enabled.")
         self._asked = True
@@ -289,7 +282,7 @@ class KroneckerFisher(Estimator):
         weights = [block.weight for block in host.blocks if block.weight.requires_grad]  # it may be frozen by now
         errors = self.settings.labels.errors(self.settings.likelihood, out, y, self.generator)
         first = next(errors, torch.zeros_like(out))  # a single class has no error at all
-        passes = FisherPasses(self.settings, len(out), self.note)
+        passes = FisherPasses(self.settings, len(out), layers, self.note)
         with host.recording(passes):
             for error in chain([first], errors) if weights else ():
                 torch.autograd.grad(out, weights, error.to(out.dtype), retain_graph=True, allow_unused=True)
@@ -333,11 +326,11 @@ class KroneckerFisher(Estimator):
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
         with torch.enable_grad():
             out = call_model(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
-            recorded = self._estimate(host, getattr(out, "logits", out), labels)
-        block_of = {id(layer): block for block in host.blocks for layer in block.layers}
+            block_of = {layer: block for block in host.blocks for layer in block.layers}
+            recorded = self._estimate(host, getattr(out, "logits", out), labels, block_of)
         seen: Seen = {}
         for layer, note in recorded:
-            into = seen.setdefault(block_of[id(layer)], {key: Gathered() for key in note.seen})
+            into = seen.setdefault(block_of[layer], {key: Gathered() for key in note.seen})
             for key, gathered in note.seen.items():
                 into[key].merge(gathered)
         return seen

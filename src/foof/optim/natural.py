@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof.gradients import Call
-from foof.gram import GramOperator, Precision, by_layer_named
+from foof.gram import GramOperator, by_layer_named
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps, check_adaptive
@@ -23,6 +23,8 @@ from foof.optim.step import Ledger, Step
 from foof.passes import Recorder, check_output, record
 from foof.statistics import Schedule
 from foof.tap import Visit
+from foof.vectors import Precision
+from foof.woodbury import Woodbury
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,18 @@ class ExactFisher(Estimator):
         self.name = f"natural ({'layer' if settings.by_layer else 'full'})"
         self.generator = make_generator(generator, device)
         self.operator: GramOperator | None = None
+        self.damped: Woodbury | None = None  # of the operator, for the λ of the last step
         self.params: list[nn.Parameter] = []
         self.layers: list[Layer] = []
         self._block_of: list[Block] = []  # of each parameter
         self._schedule = Schedule(1, 1)
         self._fresh = False  # has F been renewed since the last step?
-        self._used = False  # has a training pass come by since then? Otherwise its batch may have been skipped
-        self._doubtful = False  # zero_grad() came first: is a training pass still to come, or was the batch skipped?
+        self._step: Step | None = None
+        self._followed_by: list[Ledger] = []  # the training passes since then. None: its batch may have been skipped
 
     def tie(self, engine: Engine) -> None:
         """The layers whose Fisher it is, and when it is to be renewed."""
-        self._schedule = engine.schedule
+        self._schedule, self._step = engine.schedule, engine.step
         self.params, self.layers = engine.params, [layer for block in engine.blocks for layer in block.layers]
         owner = {id(p): block for block in engine.blocks for layer in block.layers for p in layer.parameters}
         self._block_of = [owner[id(p)] for p in self.params]
@@ -67,12 +70,18 @@ class ExactFisher(Estimator):
     @property
     def due(self) -> bool:
         """Is a new Fisher wanted for the coming step?"""
-        return self.operator is None or (self._schedule.t % self._schedule.T == 0 and (self._doubtful or not self._fresh))
+        self._forget_skipped()
+        return self.operator is None or (self._schedule.t % self._schedule.T == 0 and not self._fresh)
 
     @property
     def replaceable(self) -> bool:
         """Is it due, or has no training pass followed it yet, so that its batch must have been skipped when another one comes?"""
-        return self.due or (self._fresh and not self._used)
+        return self.due or (self._fresh and not self._followed_by)
+
+    def _forget_skipped(self) -> None:
+        """A Fisher whose training passes have all been thrown away was made for a step not taken; the one before it is gone."""
+        if self._followed_by and self._step is not None and not self._step.holds(self._followed_by):
+            self.operator, self._fresh, self._followed_by = None, False, []
 
     def renew(self, engine: Engine, out: Tensor | None, y: Tensor | None, inputs: Any) -> None:
         """A new Fisher from the outputs of a training forward pass, or from inputs of its own; outputs that are not finite make none."""
@@ -85,22 +94,23 @@ class ExactFisher(Estimator):
                 engine.warn("NaN or inf in the outputs given to update_curvature: there is no Fisher of this batch.")
                 return
             calls, N, K = self._from_outputs(engine, out, y)
-        self.operator = None  # free the old one first
+        self.operator = self.damped = None  # free the old ones first
         self.operator = GramOperator(self.params, calls, N, K, s.by_layer, s.dtype)
-        self._fresh, self._used, self._doubtful = True, False, False
+        self._fresh, self._followed_by = True, []
 
     def _from_outputs(self, engine: Engine, out: Tensor, y: Tensor | None) -> tuple[list[Call], int, int]:
-        recorder = Recorder()
+        recorder = Recorder(engine.model)
         with engine.recording(recorder):
             errors = self.settings.labels.errors(self.settings.likelihood, out, y, self.generator)
-            calls = recorder.backward(out, errors, self.layers, len(out))
+            calls = recorder.backward(out, errors, self.layers)
         if not calls:
             raise ValueError("these outputs do not come from a forward pass of this model, made after the optimizer was.")
         return calls, len(out), len(calls[0].errors)
 
     def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
-        if visit.lands:
-            self._used, self._doubtful = True, False
+        if visit.lands and self._fresh:
+            self._forget_skipped()
+            self._followed_by.append(ledger)
 
     def precision(self) -> Precision:
         """λ of each parameter, from the optimizer's groups."""
@@ -109,6 +119,7 @@ class ExactFisher(Estimator):
     # --- the step -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, host: Host, ledgers: dict[Block, Ledger]) -> None:
+        self._forget_skipped()
         if self.operator is None:
             raise RuntimeError("there is no Fisher yet: call opt.update_curvature(inputs=...), or (out), before step().")
         if ledgers and self._schedule.t % self._schedule.T == 0 and not self._fresh:
@@ -120,30 +131,27 @@ class ExactFisher(Estimator):
             return
         masks = {block: ledger.masked(block.raw()) for block, ledger in ledgers.items() if ledger is not None}
         g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        solved = operator.solve([each.to(operator.dtype).unsqueeze(0) for each in g], self.precision())
+        precision = self.precision()
+        if self.damped is None or self.damped.precision != precision:
+            self.damped = None  # free the old one first
+            self.damped = Woodbury(operator, precision)
+        solved = self.damped.solve(g)
         for p, natural in zip(self.params, solved, strict=True):
             if p.grad is not None:
-                p.grad.copy_(natural[0])
+                p.grad.copy_(natural)
         for block, masked in masks.items():
             if masked is not None and masked.any():
                 block.write(block.raw().masked_fill(masked, 0))
 
     def finish(self, host: Host, ledgers: dict[Block, Ledger], due: bool) -> None:
-        self._fresh = False
-
-    def drop(self, step: Step) -> None:
-        """A Fisher that came with gradients now thrown away was made for a step not taken: the next one wants its own."""
-        self._fresh, self._doubtful = self._fresh and not self._used, self._fresh and not self._used
+        self._fresh, self._followed_by = False, []
 
     # --- checkpoints --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """G and its factor are only needed where the next step would still use them."""
-        return {
-            "generator": self.generator.get_state(),
-            "fresh": self._fresh,
-            "operator": None if self.operator is None or self.due else self._operator_state(self.operator),
-        }
+        """G and its factor are only needed where the next step would still use them; those of a step in the making are not kept."""
+        kept = self.operator if not (self.due or self._fresh) else None
+        return {"generator": self.generator.get_state(), "operator": None if kept is None else self._operator_state(kept)}
 
     def _operator_state(self, operator: GramOperator) -> dict[str, Any]:
         position = {id(layer): i for i, layer in enumerate(self.layers)}
@@ -152,16 +160,13 @@ class ExactFisher(Estimator):
             "N": operator.N,
             "K": operator.K,
             "calls": [{"layer": position[id(c.layer)], "x": c.x.clone(), "errors": [e.clone() for e in c.errors]} for c in calls],
-            "factors": [
-                None if part.factor is None or part.factor_of is None
-                else {"tensor": part.factor.clone(), "damping": list(part.factor_of[0].values), "c": part.factor_of[1]}
-                for part in operator.parts
-            ],
-        }  # fmt: skip
+            "damped": None if self.damped is None else self.damped.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         restore(self.generator, state["generator"])
-        self._fresh, saved = bool(state["fresh"]), state["operator"]
+        self._fresh, self._followed_by, saved = bool(state.get("fresh")), [], state["operator"]
+        self.damped = None
         self.operator = None if saved is None else self._operator_from(saved)
 
     def _operator_from(self, saved: Mapping[str, Any]) -> GramOperator:
@@ -170,11 +175,17 @@ class ExactFisher(Estimator):
 
         calls = [Call(self.layers[c["layer"]], here(c["x"]), [here(e) for e in c["errors"]]) for c in saved["calls"]]
         operator = GramOperator(self.params, calls, saved["N"], saved["K"], self.settings.by_layer, self.settings.dtype)
-        for part, factor in zip(operator.parts, saved["factors"], strict=True):
-            if factor is not None:
-                part.factor = here(factor["tensor"]).to(operator.dtype)
-                part.factor_of = (Precision(tuple(factor["damping"])), factor["c"])
+        damped = saved["damped"] if "damped" in saved else before_woodbury(saved["factors"])
+        self.damped = None if damped is None else Woodbury.from_state_dict(operator, damped)
         return operator
+
+
+def before_woodbury(factors: Sequence[Any]) -> dict[str, Any] | None:
+    """The state of a ``Woodbury`` from checkpoints of 0.1, which kept a factor by columns for each part."""
+    if any(factor is None for factor in factors):
+        return None
+    parts = [{"side": "columns", "factor": factor["tensor"]} for factor in factors]
+    return {"precision": factors[0]["damping"], "datapoints": factors[0]["c"], "parts": parts}
 
 
 class NaturalGradient(QuadraticModelSteps):

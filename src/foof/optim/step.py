@@ -27,6 +27,7 @@ class Ledger:
         self.seen = {key: Gathered() for key in moments}
         self.notes: list[Any] = []  # taken from calls of the layer, each once
         self.plain = False  # is its gradient the plain one, for the step to precondition?
+        self.inverse: Any = None  # what has preconditioned it, where that could not wait for the step
         self.nonzero: Tensor | None = None  # where that plain gradient was not zero when it left the taps, ``(..., n, m)``
 
     def leave_plain(self, gradient: Tensor, watch: bool) -> None:
@@ -39,6 +40,10 @@ class Ledger:
     def masked(self, gradient: Tensor) -> Tensor | None:
         """Where somebody has set the plain gradient to zero since (pruning): the update is to be zero there, too."""
         return None if self.nonzero is None else self.nonzero & (gradient == 0)
+
+    def sound(self, key: str) -> bool:
+        """Has anything been seen of this second moment, and is all of it finite?"""
+        return bool(self.seen[key]) and bool(self.seen[key].sound())
 
     def take(self, notes: list[Any]) -> list[Any]:
         """Those of these notes that have not been taken before."""
@@ -95,6 +100,11 @@ class Step:
             if ledger is not None and block.weight.grad is not None:
                 found[block] = ledger
         return found
+
+    def holds(self, ledgers: list[Ledger]) -> bool:
+        """Is the gradient of any of these passes still there?"""
+        self._drop_lost()
+        return any(ledger is mine for ledger in ledgers for mine in self._landing.values())
 
     def spent(self, block: Block) -> bool:
         """Is the gradient of this block the very one that the last step has used?"""

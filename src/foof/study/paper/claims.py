@@ -1,9 +1,7 @@
 """The claims of the paper as data: where each is made, what it says in our words, and the rule that decides it.
 
 A claim belongs to one experiment, whose curves its rule names; the paper makes most of them for Fashion-MNIST and for MNIST, and
-each is judged on either. Most rules were written before there were runs. That of Fig. 3A was changed when runs had shown which λ the
-published curve has; the KFAC of Fig. 1A, which it had named before, is judged beside it (`standard-worse-1a`).
-That of Fig. 3D had asked FOOF to be within a factor of two of its best at the smallest λ too, where the published curves are not.
+each is judged on either. Most rules were written before there were runs; a rule that was changed later says when and why.
 """
 
 from __future__ import annotations
@@ -11,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foof.study.paper import searches as r
-from foof.study.paper.rules import All, Between, Bound, Lower, Rule, Similar, Term
+from foof.study.paper.rules import All, Between, Bound, Rule, Term, lower, similar
 
+ABOUT = {"paper": "The paper's claims", "released": "Its released code", "ours": "Our own questions"}
+BADLY_TUNED = "2026-11-16: any badly tuned method passed. Now it must not be three times worse either."
+ALIKE = 1.05  # test errors that are alike
 SIMILAR = 1.25  # "performs similar": losses within this factor
 NOTABLY = 1.5  # "notably", "significantly", "drastically": by more than this factor
+WORSE = 3.0  # "not better": by how much it may be worse before nothing can be said of the method
 ROBUST = 2.0  # "robust": losses, which fall over orders of magnitude, higher by no more than this factor
 
 
@@ -28,14 +30,21 @@ class Claim:
     says: str
     rule: Rule
     mnist: str = ""  # where the paper says the same of MNIST
+    about: str = "paper"
+    changed: str = ""  # when and why the rule is another than before
 
 
-def _lower(a: str, b: str, by: float = 1.0, quantity: str = "loss") -> Lower:
-    return Lower(Term(a, quantity), Term(b, quantity), by)
+def _lower(a: str, b: str, by: float = 1.0, quantity: str = "loss") -> Between:
+    return lower(Term(a, quantity), Term(b, quantity), by)
 
 
-def _similar(a: str, b: str, within: float, quantity: str = "loss") -> Similar:
-    return Similar(Term(a, quantity), Term(b, quantity), within)
+def _similar(a: str, b: str, within: float, quantity: str = "loss") -> Between:
+    return similar(Term(a, quantity), Term(b, quantity), within)
+
+
+def _not_better(a: str, than: str) -> Between:
+    """a is not notably better, nor so much worse that it has hardly been tuned."""
+    return Between(Term(than), Term(a), 1 / NOTABLY, WORSE)
 
 
 def _kfac(i: int) -> str:
@@ -50,11 +59,12 @@ SECTION_3: tuple[Claim, ...] = (
     Claim("kfac-vs-natural", "fig1a", "Fig. 1A", "KFAC trains faster than the natural gradients it is meant to approximate.",
           _lower(r.KFAC, r.NATURAL), "Fig. J.8A"),
     Claim("kfac-ten-times", "fig1a", "Section 3.2, Fig. 1A", "KFAC's loss is ten to twenty times lower than that of subsampled natural "
-          "gradients.", _lower(r.KFAC, r.NATURAL, 10), "Section 3.2, Fig. J.8A"),
+          "gradients.", Between(Term(r.KFAC), Term(r.NATURAL), 10 / ROBUST, 20 * ROBUST), "Section 3.2, Fig. J.8A",
+          changed="2026-11-16: it had no upper bound. Now from half of ten to twice twenty."),
     Claim("kfac-vs-sgd", "fig1a", "Fig. 1A", "KFAC trains faster than SGD with momentum.", _lower(r.KFAC, r.SGD), "Fig. J.8A"),
     Claim("kfac-vs-adam", "fig1a", "Fig. 1A", "KFAC trains faster than Adam.", _lower(r.KFAC, r.ADAM), "Fig. J.8A"),
     Claim("natural-vs-sgd", "fig1a", "Section 6, Fig. 1A", "Subsampled natural gradients are not much better than SGD with momentum.",
-          _lower(r.SGD, r.NATURAL, 1 / NOTABLY), "Fig. J.8A"),
+          _not_better(r.NATURAL, r.SGD), "Fig. J.8A", changed=BADLY_TUNED),
     Claim("subsampled-kfac", "fig1b", "Fig. 1B", "KFAC beats natural gradients also when both see one mini-batch of curvature.",
           _lower(r.KFAC_ONE_BATCH, r.NATURAL), "Fig. J.8B"),
     Claim("larger-fisher", "fig1c", "Fig. 1C", "Larger batches for the Fisher do not bring natural gradients up to KFAC.",
@@ -64,7 +74,7 @@ SECTION_3: tuple[Claim, ...] = (
     Claim("exact-vs-sgd", "fig1d", "Fig. 1D", "Natural gradients with the full Fisher beat SGD with momentum.",
           _lower(r.NATURAL_FULL, r.SGD), "Fig. J.8D"),
     Claim("mc-vs-sgd", "fig1d", "Section 3.2, Fig. 1D", "Natural gradients with one sampled label per image instead of all are not notably "
-          "better than SGD with momentum.", _lower(r.SGD, r.NATURAL_MC, 1 / NOTABLY)),
+          "better than SGD with momentum.", _not_better(r.NATURAL_MC, r.SGD), changed=BADLY_TUNED),
     Claim("full-vs-mc", "fig1d", "Fig. 1D", "The full Fisher gives faster training than its Monte-Carlo estimate.",
           _lower(r.NATURAL_FULL, r.NATURAL_MC), "Fig. J.8D"),
     Claim("one-layer", "fig2a", "Fig. 2A", "In one layer, where the block-diagonal Fisher is the whole, KFAC still beats natural "
@@ -74,16 +84,18 @@ SECTION_3: tuple[Claim, ...] = (
     Claim("block-diagonal-full", "fig2c", "Fig. 2C", "KFAC beats block-diagonal natural gradients on full batches with the full Fisher.",
           All((_lower(r.KFAC, r.BY_LAYER_FULL), _lower(r.KFAC, r.BY_LAYER_MC))), "Fig. J.9C"),
     Claim("standard-worse", "fig3a", "Fig. 3A", "KFAC needs its damping heuristic: with standard damping it is worse.",
-          _lower(r.HEURISTIC, r.STANDARD), "Fig. J.10A"),
+          _lower(r.HEURISTIC, r.STANDARD), "Fig. J.10A", changed="Before: the KFAC of Fig. 1A in place of that of Fig. 3C, which "
+          "the published curve is; the former is judged beside it. 2026-11-16: settings are chosen at the end of training (Appendix "
+          "D.2), not at step 1,800."),
     Claim("standard-worse-1a", "fig3a", "Fig. 3A", "With standard damping KFAC is worse than the KFAC of Fig. 1A.",
-          _lower(r.KFAC, r.STANDARD), "Fig. J.10A"),
+          _lower(r.KFAC, r.STANDARD), "Fig. J.10A", "ours"),
     Claim("standard-like-sgd", "fig3a", "Fig. 3A", "With standard damping KFAC performs like SGD.",
           _similar(r.STANDARD, r.SGD, SIMILAR), "Fig. J.10A"),
     Claim("released-worse", "fig3a", "Fig. 3A, released code", "The released code's standard damping, which is transposed, is worse "
           "than the heuristic.",
-          _lower(r.HEURISTIC, r.RELEASED), "Fig. J.10A"),
+          _lower(r.HEURISTIC, r.RELEASED), "Fig. J.10A", "released"),
     Claim("released-like-sgd", "fig3a", "Fig. 3A, released code", "With the released code's standard damping KFAC performs like SGD.",
-          _similar(r.RELEASED, r.SGD, SIMILAR), "Fig. J.10A"),
+          _similar(r.RELEASED, r.SGD, SIMILAR), "Fig. J.10A", "released"),
 )  # fmt: skip
 
 SECTION_4: tuple[Claim, ...] = (
@@ -91,13 +103,15 @@ SECTION_4: tuple[Claim, ...] = (
           "standard damping does.", _lower(r.STANDARD, _kfac(0), NOTABLY, "similarity"), "Fig. J.10B"),
     Claim("released-similarity", "fig3b", "Fig. 3B, released code", "Heuristic damping makes KFAC's updates notably more similar to FOOF's "
           "than the released code's standard damping does.",
-          _lower(r.RELEASED, _kfac(0), NOTABLY, "similarity"), "Fig. J.10B"),
+          _lower(r.RELEASED, _kfac(0), NOTABLY, "similarity"), "Fig. J.10B", "released"),
     Claim("damping-similarity", "fig3b", "Fig. 3B", "The stronger the heuristic damping, the more similar KFAC is to FOOF.",
           All((_lower(_kfac(1), _kfac(0), quantity="similarity"), _lower(_kfac(2), _kfac(1), quantity="similarity"))), "Fig. J.10B"),
     Claim("damping-kfac", "fig3c", "Fig. 3C", "KFAC gets worse the weaker its damping.",
           All((_lower(_kfac(0), _kfac(1)), _lower(_kfac(1), _kfac(2)))), "Fig. J.10C"),
     Claim("damping-foof", "fig3d", "Fig. 3D", "FOOF with KFAC's λ_A works well at dampings where KFAC no longer does.",
-          All((*(_lower(_foof(i), _kfac(i)) for i in (1, 2)), _lower(_foof(1), _foof(0), 1 / ROBUST))), "Fig. J.10D"),
+          All((*(_lower(_foof(i), _kfac(i)) for i in (1, 2)), _lower(_foof(1), _foof(0), 1 / ROBUST))), "Fig. J.10D",
+          changed="Before: FOOF within a factor of two of its best at the smallest λ too, where the published curves are not. 2026-11-16: "
+          "settings are chosen, and losses compared, at the end of training, not at step 1,800."),
     Claim("foof-cheaper", "fig4a", "Section 4.2, Fig. 4A", "FOOF takes less time per step than KFAC, however often both invert.",
           All(tuple(_lower(f"FOOF, T = {T}", f"KFAC, T = {T}", quantity="cpu_per_step") for T in r.TS)), "Fig. J.11A"),
     Claim("foof-half-again", "fig4a", "Section 4.2, Fig. 4A", "Amortised (T = 100), FOOF is about 1.5 times faster than KFAC.",
@@ -109,24 +123,26 @@ SECTION_4: tuple[Claim, ...] = (
     Claim("foof-vs-kfac", "fig4b", "Section 4.2, Fig. 4B", "FOOF reaches a lower training loss than KFAC.", _lower(r.FOOF, r.KFAC),
           "Fig. J.11B"),
     Claim("second-factor", "fig4c", "Section 4.2, Fig. 4C", "Along KFAC's way, its update without the second factor makes as much progress "
-          "on the batch, or more.", Lower(Term(r.KFAC, "decrease"), Term(r.KFAC, "decrease_without"), 0.95), "Fig. J.11C"),
+          "on the batch, or more.", lower(Term(r.KFAC, "decrease"), Term(r.KFAC, "decrease_without"), 0.95), "Fig. J.11C"),
     Claim("generalisation", "generalisation", "Section 5", "The advantage of FOOF and KFAC over SGD carries over to unseen images.",
-          All((_lower(r.SGD, r.FOOF, quantity="test_accuracy"), _lower(r.SGD, r.KFAC, quantity="test_accuracy"))), "Section 5"),
+          All((_lower(r.FOOF, r.SGD, quantity="test_error"), _lower(r.KFAC, r.SGD, quantity="test_error"))), "Section 5",
+          changed="2026-11-16: errors instead of accuracies, whose ratios say something."),
     Claim("generalisation-alike", "generalisation", "Section 5", "FOOF and KFAC generalise alike.",
-          _similar(r.FOOF, r.KFAC, 1.01, "test_accuracy"), "Section 5"),
+          _similar(r.FOOF, r.KFAC, ALIKE, "test_error"), "Section 5",
+          changed="2026-11-16: 1 % of the accuracy was nearly all of the advantage over SGD. Now 5 % of the error."),
 )  # fmt: skip
 
 APPENDICES: tuple[Claim, ...] = (
     Claim("often-inverted", "robustness", "Appendix D.3, Fig. 4B", "FOOF loses nothing by inverting every 100 steps instead of every 10.",
-          _lower(r.FOOF, r.FOOF_10, 1 / ROBUST), "Fig. J.11B"),
+          _similar(r.FOOF_10, r.FOOF, SIMILAR), "Fig. J.11B", changed="2026-11-16: a factor of two was taken for nothing."),
     Claim("robust-m", "robustness", "Appendix D.3", "The decay of the moving average hardly matters: 0.999 does as well as 0.95.",
-          _lower(r.FOOF_EMA, r.FOOF, 1 / ROBUST)),
+          _similar(r.FOOF, r.FOOF_EMA, SIMILAR), changed="2026-11-16: a factor of two was taken for nothing."),
     Claim("robust-s", "robustness", "Appendix D.3", "Statistics from 10 of every 100 steps are enough.",
-          _lower(r.FOOF_S, r.FOOF, 1 / ROBUST)),
+          _similar(r.FOOF, r.FOOF_S, SIMILAR), changed="2026-11-16: a factor of two was taken for nothing."),
     Claim("robust-damping", "robustness", "Appendix D.3", "FOOF with 100 times more or less damping still clearly beats SGD.",
           All((_lower(r.FOOF_MORE, r.SGD), _lower(r.FOOF_LESS, r.SGD)))),
     Claim("per-datapoint", "per-datapoint", "Appendix F", "FOOF on each datapoint alone, averaged, is not notably better than SGD.",
-          _lower("SGD", r.PER_DATAPOINT, 1 / NOTABLY)),
+          _not_better(r.PER_DATAPOINT, "SGD"), changed=BADLY_TUNED),
     Claim("independent-batch", "batches", "Appendix I.5, Fig. I.6", "At low damping, natural gradients need a Fisher from another batch "
           "than the gradient's.", _lower(r.label_i("independent", "low"), r.label_i("same", "low")), "Fig. I.7"),
     Claim("same-batch-damped", "batches", "Fig. I.6", "At high damping natural gradients do as well with a Fisher from the gradient's "

@@ -56,7 +56,8 @@ class Experiment:
             found = {k: replace(s, urgency=s.urgency + OTHER_DATA_LATER, known=len(s.grid) == 1) for k, s in found.items()}
         return {k: s for k, s in found.items() if self.labels is None or k in self.labels}
 
-    def until(self, preset: Preset) -> int | None:
+    def early(self, preset: Preset) -> int | None:
+        """Where the published figure ends, if that is before the end of training. Claims are judged at the end."""
         return preset.early if CATALOGUE[self.figure].early else None
 
 
@@ -173,11 +174,16 @@ def claim_id(claim: Claim, dataset: str) -> str:
 
 
 def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdict:
-    measured = decide(claim.rule, found, e.until(preset))
+    measured = decide(claim.rule, found, None)
+    early = e.early(preset)
+    if early and measured.conditions and all(found[label].best.steps > early for label in claim.rule.needs):
+        then = ", ".join(str(c.effect) for c in decide(claim.rule, found, early).conditions)
+        measured = replace(measured, text=f"{measured.text}\nat step {early:,}, where the published figure ends: ratio {then}")
     mnist = e.dataset == "mnist"
     says = claim.says + (" (MNIST)" if mnist and claim.where else "")
     where = claim.mnist if mnist else claim.where
-    return Verdict(claim_id(claim, e.dataset), where, says, measured.text, claim.rule.text(), measured.ruling, e.id)
+    id_, rule = claim_id(claim, e.dataset), claim.rule.text()
+    return Verdict(id_, where, says, measured.text, rule, measured.ruling, e.id, claim.about, measured.conditions, claim.changed)
 
 
 # Appendix F -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """What decides a claim: measured quantities, and conditions on them, as data.
 
-A condition holds, or does not, only by more than the deviations over seeds of both sides together; otherwise it is undecided.
-Where there is one seed only, a quarter of the value stands in for its deviation. Where the worse of two losses was found at the
-edge of its grid, beyond which it may get better, twice as much is asked.
+Every condition is one on a ratio of two quantities, or of one and a number: paired over seeds, as logarithms, with a 95 % interval
+(`verdicts.Effect`). It holds if the whole interval lies where the claim wants it, does not hold if none of it does, and is undecided
+otherwise. So each rule says in both directions what would refute it. Where the worse of two losses was found at the edge of its grid,
+beyond which it may get better, twice as much is asked; where only the beginning of one has been run, as much more as the other would have
+gained by being chosen there.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from foof.study.paper.verdicts import Ruling, Spread, lower, spread
+from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, effect, spread
 from foof.study.search.grids import Tuned
 from foof.study.train.setting import Record
 
 Found = Mapping[str, Tuned]  # what each search of an experiment found; those without records are left out
-ONE_SEED = 0.25  # stands in for a relative deviation nobody has measured
 EDGE = 2.0  # what a loss at the edge of its grid may still gain
 
 
@@ -39,6 +40,10 @@ def _final(name: str) -> Callable[[Record, int | None], float]:
     return value
 
 
+def _test_error(record: Record, until: int | None = None) -> float:
+    return 1 - record.final.get("test_accuracy", math.nan)
+
+
 @dataclass(frozen=True)
 class Quantity:
     """Something measured of a run: what to call it, how to get it from a record, how to print it."""
@@ -53,6 +58,7 @@ QUANTITIES: dict[str, Quantity] = {
     "loss": Quantity("training loss", Record.end_loss),
     "train_loss": Quantity("loss on all training images", _final("train_loss")),
     "test_accuracy": Quantity("test accuracy", _final("test_accuracy"), 100, " %"),
+    "test_error": Quantity("share of test images mistaken", _test_error, 100, " %"),
     "similarity": Quantity("cosine with FOOF's update", _mean_of("similarity", late=True)),
     "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease", late=False), 100, " %"),
     "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without", late=False), 100, " %"),
@@ -67,14 +73,18 @@ class Term:
     label: str
     quantity: str = "loss"
 
-    def spread(self, found: Found, until: int | None) -> Spread:
+    def values(self, found: Found, until: int | None) -> dict[int, float]:
+        """By seed."""
         quantity = QUANTITIES[self.quantity]
-        return spread(quantity.scale * quantity.value(r, until) for r in found[self.label].records)
+        return {r.setting.seed: quantity.scale * quantity.value(r, until) for r in found[self.label].records}
+
+    def spread(self, found: Found, until: int | None) -> Spread:
+        return spread(self.values(found, until).values())
 
     def say(self, found: Found, until: int | None) -> str:
         found_here = self.spread(found, until)
         if math.isinf(found_here.mean):
-            lost = sum(math.isinf(QUANTITIES[self.quantity].value(r, until)) for r in found[self.label].records)
+            lost = sum(map(math.isinf, self.values(found, until).values()))
             return f"{self.label} diverged on {lost} of {found_here.n} seeds"
         return f"{self.label}: {found_here.say(QUANTITIES[self.quantity].unit)}"
 
@@ -85,6 +95,7 @@ class Measured:
 
     text: str
     ruling: Ruling
+    conditions: tuple[Condition, ...] = ()
 
 
 class Rule(Protocol):
@@ -94,14 +105,6 @@ class Rule(Protocol):
     def needs(self) -> tuple[str, ...]: ...
     def text(self) -> str: ...
     def judge(self, found: Found, until: int | None) -> Measured: ...
-
-
-def _with_margin(s: Spread) -> Spread:
-    return replace(s, deviation=ONE_SEED * abs(s.mean)) if s.n == 1 and math.isfinite(s.mean) else s
-
-
-def _times(s: Spread, factor: float) -> Spread:
-    return replace(s, mean=factor * s.mean, deviation=factor * s.deviation)
 
 
 def _both(a: Term, b: Term, found: Found, until: int | None) -> int | None:
@@ -115,97 +118,66 @@ def _at(term: Term, until: int | None) -> str:
     return f"; at step {until:,}" if until and term.quantity == "loss" else ""
 
 
-def _below(a: Term, b: Term, by: float, found: Found, until: int | None) -> Ruling:
-    """Does `by` times a lie below b?"""
-    left, right = a.spread(found, until), b.spread(found, until)
-    ruling = lower(_times(_with_margin(left), by), _with_margin(right))
-    if a.quantity != "loss" or ruling is Ruling.UNDECIDED:
-        return ruling
-    worse, better = (right.mean, by * left.mean) if ruling is Ruling.HOLDS else (by * left.mean, right.mean)
-    at_edge = found[(b if ruling is Ruling.HOLDS else a).label].on_edge
-    return Ruling.UNDECIDED if at_edge and math.isfinite(worse) and worse < EDGE * better else ruling
-
-
 @dataclass(frozen=True)
-class Lower:
-    """`by` times a lies below b."""
+class Between:
+    """b is between `low` and `high` times a."""
 
     a: Term
     b: Term
-    by: float = 1.0
+    low: float = 1.0
+    high: float = math.inf
 
     @property
     def needs(self) -> tuple[str, ...]:
         return self.a.label, self.b.label
 
     def text(self) -> str:
-        factor = "" if self.by == 1 else f"{self.by:.3g} × "
-        title = QUANTITIES[self.a.quantity].title
         if self.a.label == self.b.label:
-            return f"{factor}{title} of {self.a.label} below {QUANTITIES[self.b.quantity].title}"
-        return f"{title}: {factor}{self.a.label} below {self.b.label}"
+            over = f"{QUANTITIES[self.b.quantity].title} over {QUANTITIES[self.a.quantity].title} of {self.a.label}"
+        else:
+            over = f"{QUANTITIES[self.a.quantity].title}: {self.b.label} over {self.a.label}"
+        if self.high == math.inf:
+            return f"{over} above {self.low:.3g}; refuted below"
+        return f"{over} between {self.low:.3g} and {self.high:.3g}; refuted below and above"
 
     def judge(self, found: Found, until: int | None) -> Measured:
         until = _both(self.a, self.b, found, until)
-        a, b = self.a.spread(found, until), self.b.spread(found, until)
-        ratio = b.mean / a.mean if a.mean and math.isfinite(a.mean) else math.nan
+        e = effect(self.a.values(found, until), self.b.values(found, until))
         says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
-        text = "; ".join([*says, *([] if math.isnan(ratio) or math.isinf(ratio) else [f"ratio {ratio:.3g}"])])
-        return Measured(text + _at(self.a, until), _below(self.a, self.b, self.by, found, until))
+        condition = Condition(e, self.low, self.high)
+        may_change = self.a.quantity == "loss" and (self._may_still_gain(condition, found) or self._chosen_elsewhere(condition, found))
+        ruling = Ruling.UNDECIDED if may_change else condition.ruling
+        return Measured(f"{'; '.join(says)}; ratio {e}{_at(self.a, until)}", ruling, (condition,))
+
+    def _may_still_gain(self, condition: Condition, found: Found) -> bool:
+        """Would the ruling be another if the worse of the two, found at the edge of its grid, were twice as good?"""
+        e = condition.effect
+        worse, gain = (self.b, 1 / EDGE) if e.ratio > 1 else (self.a, EDGE)
+        gained = replace(condition, effect=Effect(e.ratio * gain, e.low * gain, e.high * gain, e.n))
+        return found[worse.label].on_edge and gained.ruling is not condition.ruling
+
+    def _chosen_elsewhere(self, condition: Condition, found: Found) -> bool:
+        """Of one there are beginnings only; would the ruling be another if the other had been chosen there too, not at the end?"""
+        a, b = found[self.a.label], found[self.b.label]
+        if a.to_the_end == b.to_the_end:
+            return False
+        gain = a.early_gain if a.to_the_end else 1 / b.early_gain
+        e = condition.effect
+        return replace(condition, effect=Effect(e.ratio * gain, e.low * gain, e.high * gain, e.n)).ruling is not condition.ruling
 
     def _unlabelled(self, term: Term, found: Found, until: int | None) -> str:
         quantity = QUANTITIES[term.quantity]
         return f"{quantity.title}: {term.spread(found, until).say(quantity.unit)}"
 
 
-@dataclass(frozen=True)
-class Similar:
-    """a and b differ by no more than a factor."""
-
-    a: Term
-    b: Term
-    within: float
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return self.a.label, self.b.label
-
-    def text(self) -> str:
-        return f"{QUANTITIES[self.a.quantity].title}: {self.a.label} and {self.b.label} within a factor of {self.within:g}"
-
-    def judge(self, found: Found, until: int | None) -> Measured:
-        until = _both(self.a, self.b, found, until)
-        a, b = self.a.spread(found, until), self.b.spread(found, until)
-        ratio = b.mean / a.mean if a.mean else math.nan
-        text = f"{self.a.say(found, until)}; {self.b.say(found, until)}; ratio {ratio:.3g}{_at(self.a, until)}"
-        ways = [_below(x, y, 1 / self.within, found, until) for x, y in ((self.a, self.b), (self.b, self.a))]
-        return Measured(text, together(ways))
+def lower(a: Term, b: Term, by: float = 1.0) -> Between:
+    """`by` times a lies below b."""
+    return Between(a, b, by)
 
 
-@dataclass(frozen=True)
-class Between:
-    """The ratio b/a lies between two numbers. For costs, of which one run is enough."""
-
-    a: Term
-    b: Term
-    low: float
-    high: float
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return self.a.label, self.b.label
-
-    def text(self) -> str:
-        title = QUANTITIES[self.a.quantity].title
-        return f"{title}: {self.b.label} over {self.a.label} between {self.low:g} and {self.high:g}"
-
-    def judge(self, found: Found, until: int | None) -> Measured:
-        a, b = self.a.spread(found, until), self.b.spread(found, until)
-        ratio = b.mean / a.mean
-        text = f"{self.b.say(found, until)}; {self.a.say(found, until)}; ratio {ratio:.3g}"
-        if math.isnan(ratio):
-            return Measured(text, Ruling.UNDECIDED)
-        return Measured(text, Ruling.HOLDS if self.low <= ratio <= self.high else Ruling.FAILS)
+def similar(a: Term, b: Term, factor: float) -> Between:
+    """a and b differ by no more than a factor, in either direction."""
+    return Between(a, b, 1 / factor, factor)
 
 
 @dataclass(frozen=True)
@@ -225,12 +197,10 @@ class Bound:
         return f"{QUANTITIES[self.a.quantity].title} of {self.a.label} {side} {self.value:g}{QUANTITIES[self.a.quantity].unit}"
 
     def judge(self, found: Found, until: int | None) -> Measured:
-        a = _with_margin(self.a.spread(found, until))
-        if math.isnan(a.mean) or abs(a.mean - self.value) < a.deviation:
-            ruling = Ruling.UNDECIDED
-        else:
-            ruling = Ruling.HOLDS if (a.mean >= self.value) == self.at_least else Ruling.FAILS
-        return Measured(self.a.say(found, until), ruling)
+        values = self.a.values(found, until)
+        e = effect(dict.fromkeys(values, self.value), values)
+        condition = Condition(e, 1.0, math.inf) if self.at_least else Condition(e, 0.0, 1.0)
+        return Measured(f"{self.a.say(found, until)}; ratio to it {e}", condition.ruling, (condition,))
 
 
 @dataclass(frozen=True)
@@ -248,7 +218,8 @@ class All:
 
     def judge(self, found: Found, until: int | None) -> Measured:
         parts = [rule.judge(found, until) for rule in self.rules]
-        return Measured("\n".join(part.text for part in parts), together([part.ruling for part in parts]))
+        conditions = tuple(c for part in parts for c in part.conditions)
+        return Measured("\n".join(part.text for part in parts), together([part.ruling for part in parts]), conditions)
 
 
 def together(rulings: list[Ruling]) -> Ruling:
@@ -259,14 +230,21 @@ def together(rulings: list[Ruling]) -> Ruling:
 
 
 def decide(rule: Rule, found: Found, until: int | None) -> Measured:
-    """Judge a rule with whatever there is: without records it is not run, without a search undecided."""
+    """Judge a rule with whatever there is: without records it is not run; without a search, or by the seed that selected, undecided."""
     missing = [label for label in rule.needs if label not in found]
     if missing:
         return Measured(f"not run at this preset: no records of {', '.join(missing)}", Ruling.NOT_RUN)
     measured = rule.judge(found, until)
-    unsearched = [label for label in rule.needs if not found[label].searched]
-    if unsearched:
-        return Measured(f"{measured.text} (the search for settings is not finished)", Ruling.UNDECIDED)
-    edges = [label for label in rule.needs if found[label].on_edge]
-    note = f" (at the edge of its grid: {', '.join(edges)})" if edges else ""
-    return Measured(measured.text + note, measured.ruling)
+    there = {label: found[label] for label in rule.needs}
+    for why, labels in (
+        ("only the seed that selects has been run", [k for k, t in there.items() if t.selecting]),
+        ("the search for settings is not finished", [k for k, t in there.items() if not t.searched]),
+    ):
+        if labels:
+            return replace(measured, text=f"{measured.text} ({why}: {', '.join(labels)})", ruling=Ruling.UNDECIDED)
+    notes = {
+        "at the edge of its grid": [k for k, t in there.items() if t.on_edge],
+        "not run to the end of training": [k for k, t in there.items() if not t.to_the_end],
+    }
+    said = "".join(f" ({note}: {', '.join(labels)})" for note, labels in notes.items() if labels)
+    return replace(measured, text=measured.text + said)

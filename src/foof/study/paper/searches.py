@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from foof.study.search.grids import Search
-from foof.study.search.presets import Preset, fixed, search
+from foof.study.search.grids import Row, Search
+from foof.study.search.presets import RIDGE, Preset, fixed, momenta, search
 from foof.study.train.setting import Setting
 
 
@@ -36,6 +36,7 @@ LARGER, LARGEST = "Natural gradient, larger D", "Natural gradient, largest D"
 DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's scale
 HEURISTIC = label_3(KFAC, DAMPINGS[0])  # what Fig. 3A shows as heuristic damping: it is the first curve of Fig. 3C
 TS = (1, 10, 100)
+CHEAP_SEEDS = 5  # where a run takes seconds
 FULL_GRID = 20  # steps of the grids of full Fishers, of which one takes ten seconds and more
 
 
@@ -49,23 +50,30 @@ def full_batch(preset: Preset, dataset: str) -> Setting:
 
 
 def _sgd(p: Preset, d: str) -> Search:
-    return search(p, base(p, d).but(optimizer="sgd", options=MOMENTUM), (0.01, None), urgency=0)
+    return _momenta(p, base(p, d), 0.01, urgency=0)
+
+
+def _momenta(p: Preset, setting: Setting, lr: float, quick: float | None = None, urgency: int = 1) -> Search:
+    """SGD, its momentum searched as in the paper."""
+    found = search(p, setting.but(optimizer="sgd", options=MOMENTUM), (lr, None), (quick or lr, None), urgency=urgency)
+    return momenta(p, found, lr)
 
 
 def _kfac(p: Preset, d: str) -> Search:
-    return search(p, base(p, d).but(optimizer="kfac", options=EVERY_TEN), (3e-3, 1e-2), (1e-2, 1e-2), urgency=0, dampings=True)
+    return search(p, base(p, d).but(optimizer="kfac", options=EVERY_TEN), (3e-3, 1e-2), (1e-2, 1e-2), urgency=0)
 
 
 def _foof(p: Preset, d: str, T: int = 100, **options: float) -> Search:
     chosen = {"T": T, "S": T, **options}
     setting = base(p, d).but(optimizer="foof", options=tuple(chosen.items()))
     usual = T == 100 and not options
-    return search(p, setting, (0.3, 1.0), (1.0, 1.0), urgency=0 if usual else 1, dampings=usual)
+    ridge = RIDGE if usual else None  # variants of it keep its λ
+    return search(p, setting, (0.3, 1.0), (1.0, 1.0), urgency=0 if usual else 1, ridge=ridge)
 
 
 def _natural(p: Preset, d: str, *options: tuple[str, int | str | bool], urgency: int = 1) -> Search:
     setting = base(p, d).but(optimizer="natural", options=options)
-    return search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=urgency, dampings=True)
+    return search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=urgency)
 
 
 def fig1a(p: Preset, d: str) -> Runs:
@@ -93,30 +101,34 @@ def fig1c(p: Preset, d: str) -> Runs:
 
 
 def fig1d(p: Preset, d: str) -> Runs:
-    """KFAC has two λ at the paper's size: with the smaller one it ends lower, if it does not explode at the end (see `notes`)."""
     full = full_batch(p, d)
-    kfac = search(p, full.but(optimizer="kfac", options=THIS_BATCH), (3e-4, 1e-5), (1e-3, 1e-4), known=False)
-    if p.centred:
-        kfac = replace(kfac, grid_steps=None, also=((1e-5, 1e-7), (3e-5, 1e-7), (1e-4, 1e-7)))
     return {
-        KFAC: kfac,
-        NATURAL_FULL: search(p, full.but(optimizer="natural", options=(("fisher", "full"),)), (0.1, 0.1), grid_steps=FULL_GRID),
+        KFAC: search(p, full.but(optimizer="kfac", options=THIS_BATCH), (3e-4, 1e-5), (1e-3, 1e-4), known=False, ridge=(-2, 2)),
+        NATURAL_FULL: _exact(p, full, (0.1, 0.1)),
         NATURAL_MC: search(p, full.but(optimizer="natural"), (0.1, 1.0), (0.1, 1.0)),
-        SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None)),
-    }  # fmt: skip
+        SGD: _momenta(p, full, 0.03),
+    }
+
+
+def _exact(p: Preset, setting: Setting, paper: tuple[float, float], quick: tuple[float, float] | None = None,
+           *options: tuple[str, str], grid_steps: int = FULL_GRID) -> Search:  # fmt: skip
+    """Natural gradients with the full Fisher. The paper's λ is the largest of the three: with it they are far from their best, and at
+    smaller ones they want the same learning rates. λ at every power of ten: at a hundredth they explode on some seeds."""
+    setting = setting.but(optimizer="natural", options=(("fisher", "full"), *options))
+    return search(p, setting, paper, quick, grid_steps=grid_steps, ridge=(0, 0), below=2, every=1)
 
 
 def fig2a(p: Preset, d: str) -> Runs:
     if p.fine and not p.centred:
         return {}  # see `notes`
     full = full_batch(p, d).but(hidden=())
-    natural = full.but(optimizer="natural")
+    seeds = CHEAP_SEEDS if p.centred else p.seeds
     return {
-        KFAC: search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3)),
-        NATURAL_FULL: search(p, natural.but(options=(("fisher", "full"),)), (0.1, 0.1), (0.3, 0.1), grid_steps=FULL_GRID),
-        NATURAL_MC: search(p, natural, (0.01, 0.01), (0.03, 0.01)),
-        SGD: search(p, full.but(optimizer="sgd", options=MOMENTUM), (0.03, None), (0.1, None)),
-        GD: search(p, full.but(optimizer="sgd"), (0.03, None), (0.1, None)),
+        KFAC: replace(search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3), ridge=(-4, 4)), seeds=seeds),
+        NATURAL_FULL: replace(_exact(p, full, (0.1, 0.1), (0.3, 0.1)), seeds=seeds),
+        NATURAL_MC: replace(search(p, full.but(optimizer="natural"), (0.01, 0.01), (0.03, 0.01), ridge=(-4, 4)), seeds=seeds),
+        SGD: replace(_momenta(p, full, 0.03, 0.1), seeds=seeds),
+        GD: replace(search(p, full.but(optimizer="sgd"), (0.03, None), (0.1, None)), seeds=seeds),
     }
 
 
@@ -127,56 +139,85 @@ def fig2b(p: Preset, d: str) -> Runs:
 
 def fig2c(p: Preset, d: str) -> Runs:
     layers = full_batch(p, d).but(optimizer="natural", options=(("blocks", "layer"),))
-    full = layers.but(options=(("blocks", "layer"), ("fisher", "full")), steps=p.full_steps // 2 if p.centred else p.full_steps)
+    half = layers.but(steps=p.full_steps // 2 if p.centred else p.full_steps)
     return {
         KFAC: fig1d(p, d)[KFAC],
-        BY_LAYER_FULL: search(p, full, (0.03, 0.1), grid_steps=FULL_GRID // 2),
+        BY_LAYER_FULL: _exact(p, half, (0.03, 0.1), None, ("blocks", "layer"), grid_steps=FULL_GRID // 2),
         BY_LAYER_MC: search(p, layers, (0.1, 1.0), (0.1, 1.0)),
     }
 
 
 def _measured(p: Preset, d: str, optimizer: str, *options: tuple[str, str]) -> Setting:
-    """A run of Fig. 3 that also compares its updates with FOOF's."""
+    """A run of Fig. 3B: the first part of training, in which its updates are compared with FOOF's."""
     every = ("measure_every", 5 * p.base.log_every)
     setting = base(p, d).but(optimizer=optimizer, steps=p.early, measure=("similarity",))
     return setting.but(options=(*EVERY_TEN, every, *options))
 
 
+def _to_the_end(p: Preset, found: Search, *options: tuple[str, str]) -> Search:
+    """At the paper's size, runs of Fig. 3 go on to the end of training, where the paper selects (Appendix D.2); those of Fig. 3B are
+    as good as the beginnings of them."""
+    if not p.centred:
+        return found
+    early = found.base
+    grid_steps = p.grid_steps or early.steps
+    whole = early.but(steps=p.base.steps, measure=(), options=(*EVERY_TEN, *options))
+    return replace(found, base=whole, grid_steps=grid_steps, stand_ins=(early, early.but(steps=grid_steps)))
+
+
 def fig3a(p: Preset, d: str) -> Runs:
-    """Both standard dampings get the paper's setting, ours for Eq. (3), the two between, and smaller λ, where the released one diverges."""
-    standard = _measured(p, d, "kfac", ("damping_mode", "standard"))
-    released = _measured(p, d, "kfac-transposed")
-    searches = {
-        STANDARD: search(p, standard, (3e-4, 1e-3), (3e-3, 1e-2), urgency=0, known=False),
-        RELEASED: search(p, released, (1e-3, 1e-2), (3e-3, 1e-2), urgency=0),
+    """Both standard dampings are searched from the paper's setting down to λ where the released one diverges."""
+    standard = ("damping_mode", "standard")
+    return {
+        KFAC: _kfac(p, d),
+        HEURISTIC: fig3c(p, d)[HEURISTIC],
+        STANDARD: _to_the_end(p, _standard(p, d), standard),
+        RELEASED: _to_the_end(p, _released(p, d)),
+        SGD: _sgd(p, d),
     }
-    if p.centred:
-        smaller = {STANDARD: ((3e-5, 1e-4), (1e-4, 1e-4), (3e-4, 1e-4), (1e-5, 1e-5), (3e-5, 1e-5)), RELEASED: ((1e-4, 1e-4),)}
-        searches = {k: replace(s, lrs=(3e-4, 1e-3), dampings=(1e-3, 1e-2), also=smaller[k], extend=0) for k, s in searches.items()}
-    return {KFAC: _kfac(p, d), HEURISTIC: fig3c(p, d)[HEURISTIC], **searches, SGD: _sgd(p, d)}
+
+
+def _standard(p: Preset, d: str) -> Search:
+    setting = _measured(p, d, "kfac", ("damping_mode", "standard"))
+    found = search(p, setting, (1e-4, 1e-4), (3e-3, 1e-2), urgency=0)  # known from an earlier search of ours
+    return replace(found, rows=STANDARD_ROWS, damping_every=1) if p.centred else found
+
+
+def _released(p: Preset, d: str) -> Search:
+    found = search(p, _measured(p, d, "kfac-transposed"), (1e-3, 1e-2), (3e-3, 1e-2), urgency=0)
+    return replace(found, rows=STANDARD_ROWS, damping_every=1) if p.centred else found
+
+
+# From the paper's setting for its standard damping, (1e-3, 1e-2), down to ever smaller λ: nine trials, as others have
+STANDARD_ROWS = (Row((1e-5, 3e-5), 1e-5), Row((3e-5, 1e-4, 3e-4), 1e-4), Row((3e-4, 1e-3), 1e-3), Row((3e-4, 1e-3), 1e-2))
 
 
 def fig3b(p: Preset, d: str) -> Runs:
-    return {**{k: fig3a(p, d)[k] for k in (STANDARD, RELEASED)}, **fig3c(p, d)}
+    """The similarity does not depend on how long a run goes on: it is measured at its beginning."""
+    early = {STANDARD: _standard(p, d), RELEASED: _released(p, d)}
+    return {**early, **{label_3(KFAC, x): _at_damping(p, _measured(p, d, "kfac"), x, full, small) for x, full, small in _LRS_KFAC}}
 
 
 def fig3c(p: Preset, d: str) -> Runs:
     setting = _measured(p, d, "kfac")
-    return {label_3(KFAC, x): _at_damping(p, setting, x, full, small) for x, full, small in _LRS_KFAC}
+    return {label_3(KFAC, x): _to_the_end(p, _at_damping(p, setting, x, full, small)) for x, full, small in _LRS_KFAC}
 
 
 def fig3d(p: Preset, d: str) -> Runs:
-    setting = base(p, d).but(optimizer="kfac", steps=p.early, options=(*EVERY_TEN, ("second_factor", "drop-scaled")))
-    return {**fig3c(p, d), **{label_3(FOOF_LAMBDA_A, x): _at_damping(p, setting, x, full, small) for x, full, small in _LRS_FOOF}}
+    dropped = ("second_factor", "drop-scaled")
+    setting = base(p, d).but(optimizer="kfac", steps=p.early, options=(*EVERY_TEN, dropped))
+    alone = {label_3(FOOF_LAMBDA_A, x): _at_damping(p, setting, x, full, small) for x, full, small in _LRS_FOOF}
+    return {**fig3c(p, d), **{label: _to_the_end(p, found, dropped) for label, found in alone.items()}}
 
 
-# λ, and learning rates to search around at the paper's size and at the smaller one; see LRS_3
-_LRS_KFAC = ((1e-4, 3e-4, 1e-3), (1e-6, 3e-5, 1e-4), (1e-8, 3e-6, 1e-5))
-_LRS_FOOF = ((1e-4, 1e-4, 1e-4), (1e-6, 3e-6, 1e-5), (1e-8, 1e-7, 3e-7))
+# λ, and learning rates to search around at the paper's size and at the smaller one
+_LRS_KFAC = ((1e-4, 3e-4, 1e-3), (1e-6, 3e-5, 1e-4), (1e-8, 1e-5, 1e-5))
+_LRS_FOOF = ((1e-4, 1e-4, 1e-4), (1e-6, 1e-6, 1e-5), (1e-8, 1e-7, 3e-7))
 
 
 def _at_damping(p: Preset, setting: Setting, x: float, full: float, small: float) -> Search:
-    return search(p, setting, (full, x), (small, x), urgency=int(x != DAMPINGS[0]), known=False)
+    """One of the figure's λ: the learning rate is tuned for each."""
+    return search(p, setting, (full, x), (small, x), urgency=int(x != DAMPINGS[0]), known=False, ridge=None)
 
 
 def fig4a(p: Preset, d: str) -> Runs:
@@ -207,8 +248,9 @@ def appendix_i(p: Preset, d: str) -> Runs:
     found = {}
     for name, options in (("independent", ()), ("same", (("same_batch", True),))):
         setting = base(p, d).but(optimizer="natural", options=options)
-        found[label_i(name, "low")] = search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=2, known=name == "independent")
-        found[label_i(name, "high")] = search(p, setting, (10.0, 100.0), urgency=2, known=False)
+        found[label_i(name, "low")] = search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=2, known=name == "independent",
+                                            ridge=None)
+        found[label_i(name, "high")] = search(p, setting, (10.0, 100.0), urgency=2, known=False, ridge=None)
     return found
 
 
@@ -233,8 +275,8 @@ def robustness(p: Preset, d: str) -> Runs:
         FOOF_EMA: _foof(p, d, ema=0.999),
         FOOF_S: _foof(p, d, S=10),
         FOOF_10: _foof(p, d, 10),
-        FOOF_MORE: search(p, base_, (30.0, larger), (30.0, larger), urgency=2, known=False),
-        FOOF_LESS: search(p, base_, (3e-3, smaller), (0.03, smaller), urgency=2, known=False),
+        FOOF_MORE: search(p, base_, (30.0, larger), (30.0, larger), urgency=2, known=False, ridge=None),
+        FOOF_LESS: search(p, base_, (3e-3, smaller), (0.03, smaller), urgency=2, known=False, ridge=None),
     }  # fmt: skip
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+from scipy.special import stdtrit
 
 from foof.study.train.setting import Record
 
@@ -29,6 +31,9 @@ class Verdict:
     rule: str  # what had to be true for the claim to hold
     ruling: Ruling
     section: str = ""  # the report's section that shows it
+    about: str = "paper"  # whose claim it is: see `claims.ABOUT`
+    conditions: tuple[Condition, ...] = ()
+    changed: str = ""  # when and why the rule was changed after runs had been seen
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,62 @@ def of(records: Iterable[Record], name: str) -> Spread:
     return spread({**r.final, **r.cost}.get(name, math.nan) for r in records)
 
 
-def lower(a: Spread, b: Spread) -> Ruling:
-    """Whether `a` lies below `b` by more than both deviations together; undecided where the ranges overlap."""
-    if math.isnan(a.mean) or math.isnan(b.mean) or a.mean == b.mean:
-        return Ruling.UNDECIDED
-    if abs(a.mean - b.mean) <= a.deviation + b.deviation:
-        return Ruling.UNDECIDED
-    return Ruling.HOLDS if a.mean < b.mean else Ruling.FAILS
+@dataclass(frozen=True)
+class Effect:
+    """How many times b is a: the geometric mean of the ratios b/a of runs with the same seed, and its 95 % interval.
+
+    The interval is that of Student's t for the mean of ``log(b/a)``. With one pair it is everything. Where all of b (or of a) diverged
+    the ratio is infinite (or 0) for certain; where only some did, nothing is known.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        if not self.n or math.isnan(self.ratio):
+            return f"unknown (n = {self.n})"
+        if self.low == self.high and self.n > 1 and (math.isinf(self.ratio) or self.ratio == 0):
+            return "diverges" if self.ratio else "the other diverges"
+        interval = f", 95 % interval {self.low:.3g}–{self.high:.3g}" if self.n > 1 else ""
+        return f"{self.ratio:.3g}{interval} (n = {self.n})"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A ratio, and between which numbers the claim wants it."""
+
+    effect: Effect
+    low: float
+    high: float
+
+    @property
+    def ruling(self) -> Ruling:
+        """It holds if all of the interval lies there, and does not if none of it does."""
+        if math.isnan(self.effect.ratio):
+            return Ruling.UNDECIDED
+        if self.low <= self.effect.low and self.effect.high <= self.high:
+            return Ruling.HOLDS
+        return Ruling.FAILS if self.effect.high < self.low or self.effect.low > self.high else Ruling.UNDECIDED
+
+
+CONFIDENCE = 0.95
+
+
+def effect(a: Mapping[int, float], b: Mapping[int, float]) -> Effect:
+    """The effect from values by seed: seeds that both have are paired."""
+    pairs = [(a[seed], b[seed]) for seed in sorted(a.keys() & b.keys())]
+    n = len(pairs)
+    if not n or any(math.isnan(x) or x <= 0 for pair in pairs for x in pair):
+        return Effect(math.nan, 0.0, math.inf, n)
+    lost = [(math.isinf(x), math.isinf(y)) for x, y in pairs]
+    if any(x or y for x, y in lost):
+        certain = {(False, True): math.inf, (True, False): 0.0}.get(lost[0]) if len(set(lost)) == 1 and n > 1 else None
+        return Effect(math.nan, 0.0, math.inf, n) if certain is None else Effect(certain, certain, certain, n)
+    logs = [math.log(y / x) for x, y in pairs]
+    mean = statistics.fmean(logs)
+    if n == 1:
+        return Effect(math.exp(mean), 0.0, math.inf, 1)
+    half = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2)) * statistics.stdev(logs) / math.sqrt(n)
+    return Effect(math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0)), n)

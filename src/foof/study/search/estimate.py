@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from foof.study.search.grids import Search
-from foof.study.train.setting import Setting
+from foof.study.train.setting import Record, Setting
 
 RATE = 7e10  # multiplications and additions per second of one core in large products
 TOUCH = 3e-9  # seconds per parameter and step that no product explains
@@ -50,13 +50,12 @@ def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int,
     wanted: dict[Setting, None] = {}
     there = set(done)
     for search in searches:
-        if search.centre:
-            centre = search.base.but(lr=search.centre[0], damping=search.centre[1])
-            wanted |= dict.fromkeys(centre.but(seed=i) for i in range(search.seeds))
-        trials = list(zip(search.grid, search.short_grid, strict=True))
-        untried = [short for full, short in trials if full not in wanted and full not in there and short not in there]
+        if (centre := search.middle) is not None:
+            wanted |= dict.fromkeys([centre, *search.reports(centre)])
+        tried = {s for s in search.grid if search.trial(s, lambda x: Record(x, "finished") if x in there else None)}
+        untried = [search.short(s) for s in search.grid if s not in wanted and s not in tried]
         wanted |= dict.fromkeys(untried)
-        if untried and not search.centre:  # its winner, whichever it is
-            wanted |= dict.fromkeys(untried[0].but(seed=i) for i in range(1, search.seeds))
+        if untried and centre is None:  # its winner, whichever it is
+            wanted |= dict.fromkeys(search.reports(untried[0]))
     left = [setting for setting in wanted if setting not in there]
     return len(left), sum(map(core_seconds, left))

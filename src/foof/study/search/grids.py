@@ -1,7 +1,7 @@
 """The paper's protocol for hyperparameters (Appendix D.2).
 
 Learning rates from {1, 3}·10^i, damping from 10^(2i) (or 10^i); grids extended while the best lies on an edge; best by
-final training loss; then three seeds for the winner.
+the training loss at the end of training. The seed that selects (0) is not among those that report (1, 2, ...).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from foof.study.train.setting import Record, Setting
+from foof.study.train.setting import Record, Setting, Value
 
 Get = Callable[[Setting], Record | None]  # the record of a setting, if there is one
 RunAll = Callable[[Sequence[Setting]], list[Record]]  # settings to their records in order, e.g. a sweep with its store
 CHALLENGERS = 2  # of a centre
+SELECTS = 0  # the seed that settings are chosen with
 CLEARLY = 1.1  # a challenger's loss in the grid is lower by this factor: about as much as seeds differ by
 
 
@@ -54,64 +55,120 @@ def damping_grid(low: float, high: float, every: int = 2) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Search:
-    """One method's own search: a base setting, a first grid, and how many seeds its winner gets.
+class Row:
+    """A ladder of learning rates at one λ, or with options of its own (SGD's momentum)."""
 
-    A single damping is a choice, not a grid: it is never extended. So is a single learning rate.
-    With a `centre` (lr, λ), one seed is run there first, and it stands until the grid around it is complete. It is `known` if a
+    lrs: tuple[float, ...]
+    damping: float | str | None = None
+    options: tuple[tuple[str, Value], ...] = ()
+
+    def settings(self, base: Setting) -> list[Setting]:
+        own = {**dict(base.options), **dict(self.options)}
+        return [base.but(lr=lr, damping=self.damping, options=tuple(own.items())) for lr in self.lrs]
+
+    def grown(self, lr: float) -> Row:
+        """One more learning rate on the side where the best one lies, if it is an end. A single one is a choice, and stays."""
+        if len(self.lrs) < 2:
+            return self
+        before = (lr_at(lr_index(lr) - 1),) if lr == self.lrs[0] else ()
+        after = (lr_at(lr_index(lr) + 1),) if lr == self.lrs[-1] else ()
+        return replace(self, lrs=(*before, *self.lrs, *after))
+
+    def moved(self, decades: int, by: int) -> Row:
+        """The same ladder at another λ, `by` places further."""
+        assert isinstance(self.damping, float)
+        return replace(self, damping=damping_at(self.damping, decades), lrs=tuple(lr_at(lr_index(lr) + by) for lr in self.lrs))
+
+
+def rectangle(lrs: Sequence[float], dampings: Sequence[float | str | None] = (None,)) -> tuple[Row, ...]:
+    """The same learning rates at each λ."""
+    return tuple(Row(tuple(lrs), damping) for damping in dampings)
+
+
+@dataclass(frozen=True)
+class Search:
+    """One method's own search: a base setting, a first grid, and how many seeds report its winner.
+
+    The grid is made of rows, each a ladder of learning rates at one λ. It grows by one learning rate where the best lies at an end
+    of its row, and by one row where it lies in the first or last of several λ. A single value is a choice, not a grid.
+    With a `centre` (lr, λ), it is run first, and stands until the grid around it is complete. It is `known` if a
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
     With `grid_steps`, runs of the grid stop there, and are compared by their mini-batch losses just before (longer runs too: a
-    short run is the beginning of a long one). The best of them replaces the centre if it ends below it, over all seeds.
+    short run is the beginning of a long one). The best of them goes on to the end, and replaces the centre if it ends below it.
     """
 
     base: Setting
-    lrs: tuple[float, ...]
-    dampings: tuple[float | str | None, ...] = (None,)
+    rows: tuple[Row, ...]
     damping_every: int = 2  # 10^(2i)
     extend: int = 3  # how often the grid may grow
-    seeds: int = 3
+    seeds: int = 3  # that report
     centre: tuple[float, float | str | None] | None = None
     known: bool = True
     urgency: int = 0  # of several searches, lower ones are run first
-    also: tuple[tuple[float, float | str | None], ...] = ()  # pairs (lr, λ) beyond the grid's rectangle
     grid_steps: int | None = None  # None: all steps
+    stand_ins: tuple[Setting, ...] = ()  # bases of runs that are as good as the grid's own: same method, more measured
 
     @property
     def grid(self) -> list[Setting]:
-        pairs = [(lr, damping) for damping in self.dampings for lr in self.lrs]
-        return [self.base.but(lr=lr, damping=damping) for lr, damping in dict.fromkeys([*pairs, *self.also])]
+        return list(dict.fromkeys(s for row in self.rows for s in row.settings(self.base)))
 
     @property
-    def short_grid(self) -> list[Setting]:
-        """The grid's settings as they are run: none longer than `grid_steps`."""
-        return [s.but(steps=min(s.steps, self.grid_steps or s.steps)) for s in self.grid]
+    def middle(self) -> Setting | None:
+        """The setting that is run first."""
+        if self.centre is None:
+            return None
+        lr, damping = self.centre
+        return next((s for s in self.grid if (s.lr, s.damping) == self.centre), self.base.but(lr=lr, damping=damping))
+
+    def short(self, setting: Setting) -> Setting:
+        """A setting of the grid as it is run there."""
+        return setting.but(steps=min(setting.steps, self.grid_steps or setting.steps))
+
+    def trial(self, setting: Setting, get: Get) -> Record | None:
+        """What is known of a setting of the grid: its run to the end, its short one, or that of a stand-in."""
+        others = (b.but(lr=setting.lr, damping=setting.damping, seed=setting.seed) for b in self.stand_ins)
+        return next((record for s in (setting, self.short(setting), *others) if (record := get(s))), None)
+
+    def reports(self, setting: Setting) -> list[Setting]:
+        """The runs that report a setting: none of them was looked at to choose it. Of a single setting nothing is chosen."""
+        first = SELECTS + 1 if len(self.grid) > 1 else SELECTS
+        return [setting.but(seed=first + i) for i in range(self.seeds)]
 
     @property
     def searched(self) -> bool:
         """Whether its settings come from a search once its grid is done."""
         return len(self.grid) > 1 or (self.centre is not None and self.known)
 
+    def _row(self, best: Setting) -> Row:
+        return next(row for row in self.rows if best in row.settings(self.base))
+
+    def _dampings(self) -> list[float]:
+        return sorted({row.damping for row in self.rows if isinstance(row.damping, float)})
+
     def on_edge(self, best: Setting) -> bool:
-        """Is its λ the smallest or largest of the grid, or its learning rate that of those at its λ? A single value is no grid."""
-        lrs = {s.lr for s in self.grid if s.damping == best.damping}
-        dampings = {s.damping for s in self.grid if isinstance(s.damping, float)}
-        some_lrs, some_dampings = len({s.lr for s in self.grid}) > 1, len(dampings) > 1
-        return (some_lrs and best.lr in (min(lrs), max(lrs))) or (some_dampings and best.damping in (min(dampings), max(dampings)))
+        """Is its learning rate an end of its row, or its λ the smallest or largest of several? A single value is no grid."""
+        if best not in self.grid:
+            return True
+        lrs, dampings = self._row(best).lrs, self._dampings()
+        return (len(lrs) > 1 and best.lr in (lrs[0], lrs[-1])) or (len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]))
 
     def around(self, best: Setting) -> Search:
-        """This search with its grids extended where `best` lies on an edge; equal to it where there is nothing to extend."""
-        by = self.damping_every
-        return replace(
-            self,
-            lrs=_grow(self.lrs, best.lr, lambda x, way: lr_at(lr_index(x) + way)),
-            dampings=_grow(self.dampings, best.damping, lambda x, way: damping_at(x, way * by)),
-        )
+        """This search with its grid extended where `best` lies on an edge; equal to it where there is nothing to extend."""
+        row, dampings = self._row(best), self._dampings()
+        rows = tuple(r.grown(best.lr) if r is row else r for r in self.rows)
+        if len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]):
+            way = -1 if best.damping == dampings[0] else 1
+            beside = next(r for r in self.rows if r.damping == dampings[-way if way < 0 else -2])
+            by = round(statistics.fmean(map(lr_index, row.lrs)) - statistics.fmean(map(lr_index, beside.lrs)))
+            new = row.moved(way * self.damping_every, by)  # as far from this row as this one is from the next
+            rows = (new, *rows) if way < 0 else (*rows, new)
+        return replace(self, rows=rows)
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search found: the best setting, its records over seeds, and everything that was tried with one seed."""
+    """What a search found: the best setting, the records that report it, and everything that was tried with the seed that selects."""
 
     best: Setting
     records: tuple[Record, ...]
@@ -120,6 +177,10 @@ class Tuned:
     searched: bool = True  # the settings come from a search, here or in the paper
     grid_done: bool = True  # all of the grid has been run
     grid_steps: int | None = None  # where `tried` were compared; None: at their ends
+    planned: int = 0  # settings of the grid
+    selecting: bool = False  # none of the seeds that report has been run: `records` is the one that selects
+    to_the_end: bool = True  # `records` are of whole runs, not of beginnings that stand in for them
+    early_gain: float = 1.0  # how many times lower the best of `tried` was where they were compared: what choosing it there had gained
 
 
 @dataclass(frozen=True)
@@ -130,51 +191,49 @@ class Look:
     tuned: Tuned | None
 
 
-def _grow(values: tuple, best: object, move: Callable[[float, int], float]) -> tuple:
-    """`values` with one more on the side where the best lies."""
-    if len(values) < 2:
-        return values
-    before = (move(values[0], -1),) if best == values[0] else ()
-    after = (move(values[-1], 1),) if best == values[-1] else ()
-    return (*before, *values, *after)
-
-
 def look(search: Search, get: Get) -> Look:
     """The protocol as a function of what is known: centre, grid (extended where its best lies on an edge), winner's seeds."""
-    centre = None
-    if search.centre is not None:
-        lr, damping = search.centre
-        centre = search.base.but(lr=lr, damping=damping)
-        found = _seeds(search, centre, get, search.known)
-        if get(centre) is None:
-            return replace(found, missing=(centre,))
-
-    def loss(setting: Setting) -> float:
-        return _trial_loss(trials[setting], search.grid_steps)
-
+    centre = search.middle
+    if centre is not None and get(centre) is None:
+        return replace(_report(search, centre, get, search.known), missing=(centre,))
     current, rounds = search, 0
     while True:
         trials, missing = _trials(current, get)
-        clear = [s for s in sorted(trials, key=loss) if centre not in trials or CLEARLY * loss(s) < loss(centre)]
-        known = found.tuned and replace(found.tuned, tried=tuple(trials.values()), grid_steps=search.grid_steps) if centre else None
-        if known and clear:  # something does better so far: nothing is concluded from the centre
-            known = replace(known, searched=False)
+        order = sorted(trials, key=lambda s: _trial_loss(trials[s], search.grid_steps))
+        clear = _clearly_better(order, centre, trials, search.grid_steps, get)
+        known = None
+        if centre is not None and (so_far := _report(search, centre, get, search.known and not clear).tuned):
+            known = _with_grid(so_far, current, centre, trials)
         if missing:
             return Look(missing, known)
-        best = min(trials, key=loss)
-        wider = current.around(best)
+        wider = current.around(order[0])
         if wider == current or rounds == search.extend:
             break
         current, rounds = wider, rounds + 1
-    if centre:
-        contest = _contest(search, centre, clear[:CHALLENGERS], get)
-        if contest.missing:
-            return Look(contest.missing, known)
-        best = contest.winner
-    found, edge = _seeds(search, best, get, search.searched), current.on_edge(best) and not (search.known and best == centre)
-    tried = tuple(trials.values())
-    done = found.tuned and replace(found.tuned, tried=tried, on_edge=edge, grid_done=True, grid_steps=search.grid_steps)
+    alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
+    contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
+    if contest.missing:
+        return Look(contest.missing, known)
+    found = _report(search, contest.winner, get, search.searched)
+    done = found.tuned and replace(_with_grid(found.tuned, current, contest.winner, trials), grid_done=True)
     return Look(found.missing, done)
+
+
+def _with_grid(found: Tuned, grid: Search, best: Setting, trials: Mapping[Setting, Record]) -> Tuned:
+    """What was found, with all that was tried."""
+    edge, at = grid.on_edge(best), grid.grid_steps
+    gain = _trial_loss(trials[best], at) / min(_trial_loss(r, at) for r in trials.values()) if at and best in trials else 1.0
+    return replace(found, tried=tuple(trials.values()), on_edge=edge, grid_steps=at, planned=len(grid.grid), early_gain=gain)
+
+
+def _clearly_better(
+    order: Sequence[Setting], centre: Setting | None, trials: Mapping[Setting, Record], at: int | None, get: Get
+) -> list[Setting]:
+    """The trials that did clearly better than the centre, best first; not those that have gone on and ended above it."""
+    if centre is None or centre not in trials:
+        return list(order)
+    ahead = [s for s in order if CLEARLY * _trial_loss(trials[s], at) < _trial_loss(trials[centre], at)]
+    return [s for s in ahead if (ended := get(s)) is None or ended.score < _score(get(centre))]
 
 
 @dataclass(frozen=True)
@@ -183,41 +242,67 @@ class _Contest:
     missing: tuple[Setting, ...] = ()  # what must be run before it is decided
 
 
-def _contest(search: Search, centre: Setting, challengers: Sequence[Setting], get: Get) -> _Contest:
-    """Does a better trial replace the centre? One run at full length must end below that of the centre, then the mean over all seeds.
+def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setting], order: Sequence[Setting], get: Get) -> _Contest:
+    """The lowest loss at the end of training, with the seed that selects, among those that no seed that reports finds to explode.
 
-    Challengers come in the order of the grid's losses, those alone that did clearly better than the centre.
+    Without short runs all of the grid is there. With them, the centre and its challengers are run to the end, and, should the centre
+    have exploded on the way, the best of the grid in its place.
     """
-    for challenger in challengers:
-        first, before = get(challenger), get(centre)
-        if first is None:
-            return _Contest(centre, (challenger,))
-        if before is None or first.score < before.score:
-            runs = _seeds(search, challenger, get, True)
-            mean = statistics.fmean(record.score for record in runs.tuned.records) if runs.tuned else math.inf
-            if runs.missing and math.isfinite(mean):  # one that has diverged settles it
-                return _Contest(centre, runs.missing)
-            if before is None or mean < before.score:
-                return _Contest(challenger)
-    return _Contest(centre)
+    first = centre or next(iter(order), search.grid[0])
+    if search.grid_steps is not None:
+        lost = centre is not None and (ended := get(centre)) is not None and ended.score > ended.end_loss(search.grid_steps)
+        for s in [*challengers[:CHALLENGERS], *(order[: CHALLENGERS + 1] if lost else ())]:
+            if get(s) is None:
+                return _Contest(first, (s,))
+    there = [s for s in dict.fromkeys((first, *order)) if get(s) is not None]
+    for s in sorted(there, key=lambda s: _score(get(s))):
+        if not any(exploded(record) for seed in search.reports(s) if (record := get(seed))):
+            return _Contest(s)
+    return _Contest(first)
+
+
+def _score(record: Record | None) -> float:
+    return math.inf if record is None else record.score
+
+
+def exploded(record: Record) -> bool:
+    """Did it diverge, or end at more than twice the loss it began with?"""
+    begun = next(iter(record.series.get("loss", [])), math.inf)
+    return not math.isfinite(record.score) or record.score > 2 * begun
 
 
 def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Setting, ...]]:
-    """Records of a grid by setting, full ones where there are, and the runs that are missing."""
-    found = {full: record for full, short in zip(search.grid, search.short_grid, strict=True) if (record := get(full) or get(short))}
-    return found, tuple(short for full, short in zip(search.grid, search.short_grid, strict=True) if full not in found)
+    """Records of a grid by setting, and the runs that are missing."""
+    found = {setting: record for setting in search.grid if (record := search.trial(setting, get))}
+    return found, tuple(search.short(setting) for setting in search.grid if setting not in found)
 
 
 def _trial_loss(record: Record, grid_steps: int | None) -> float:
-    return record.score if grid_steps is None else record.end_loss(min(grid_steps, record.setting.steps))
+    if grid_steps is None:
+        return record.score
+    return math.inf if exploded(record) and record.setting.steps <= grid_steps else record.end_loss(min(grid_steps, record.setting.steps))
 
 
-def _seeds(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
-    """All seeds of one setting, which a search has found or not."""
-    settings = [setting.but(seed=i) for i in range(search.seeds)]
-    there = tuple(record for s in settings if (record := get(s)))
-    tuned = Tuned(settings[0], there, there[:1], False, searched, grid_done=False) if there else None
-    return Look(tuple(s for s in settings if get(s) is None), tuned)
+def _report(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
+    """The seeds that report a setting, which a search has found or not.
+
+    While there are none: those of its beginning, if that has been run for other ends; or else the one that selected it.
+    """
+    wanted = search.reports(setting)
+
+    def known(base: Setting) -> tuple[Record, ...]:
+        return tuple(record for s in wanted if (record := get(base.but(lr=s.lr, damping=s.damping, seed=s.seed))))
+
+    bases = [setting, *search.stand_ins]
+    base = next((b for b in bases if known(b)), next((b for b in bases if get(b.but(lr=setting.lr, damping=setting.damping))), None))
+    missing = tuple(s for s in wanted if get(s) is None)
+    if base is None:
+        return Look(missing, None)
+    best = base.but(lr=setting.lr, damping=setting.damping)
+    chosen = get(best)
+    shown, tried = known(base) or ((chosen,) if chosen else ()), ((chosen,) if chosen else ())
+    tuned = Tuned(best, shown, tried, False, searched, False, None, len(search.grid), not known(base), best.steps == setting.steps)
+    return Look(missing, tuned)
 
 
 def tune_all(searches: Mapping[str, Search], run_all: RunAll, stored: Get = lambda _: None) -> dict[str, Tuned]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from foof.study.search.grids import Search, damping_at, lr_at, lr_index
+from foof.study.search.grids import Row, Search, lr_at, lr_index
 from foof.study.train.setting import Setting
 
 Pair = tuple[float, float | str | None]  # learning rate, λ
@@ -47,29 +47,53 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
+# The second row of learning rates below the first, and above: a hundredth of λ goes with a tenth of lr, and a hundred times both. So do
+# the paper's own settings of KFAC and FOOF; by how many places of the ladder.
+RIDGE = (-2, 4)
+TRIALS = 9  # of every method in a figure at the paper's size: three λ with three learning rates each, or as many of SGD and Adam
+
+
 def search(
     preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1, known: bool = True,
-    dampings: bool = False, grid_steps: int | None = None,
+    grid_steps: int | None = None, ridge: tuple[int, int] | None = RIDGE, below: int = 1,
+    every: int = 2,
 ) -> Search:  # fmt: skip
     """A method's search at this preset: around the paper's setting, or around one that suits the smaller study.
 
     The paper's settings are given in the library's scale: (lr/B, λ/B) of its FOOF and KFAC at batch size B. Not `known`: it is ours.
-    Learning rates are searched, and at the paper's size, where `dampings` are too, one λ on either side: a hundredth of it with a
-    tenth of the learning rate, and a hundred times both.
+    At the paper's size every method has `TRIALS` trials: a damped one three λ, `every` so many decades, of which `below` are smaller than
+    the paper's, each with three learning rates that follow its `ridge`; without a ridge λ is given. The smaller study searches learning
+    rates.
     """
     lr, damping = paper if preset.centred or quick is None else quick
-    lrs = tuple(lr_at(lr_index(lr) + i) for i in (-1, 0, 1)) if preset.fine else (lr,)
-    if preset.centred:
-        also: tuple[Pair, ...] = ()
-        short = grid_steps or preset.grid_steps
-        if dampings and isinstance(damping, float):
-            also = ((lr_at(lr_index(lr) - 2), damping_at(damping, -2)), (lr_at(lr_index(lr) + 4), damping_at(damping, 2)))
-        return Search(setting, lrs, (damping,), extend=preset.extend, seeds=preset.seeds, centre=(lr, damping), known=known,
-                      urgency=urgency, also=also, grid_steps=short if short and short < setting.steps else None)  # fmt: skip
-    return Search(setting, lrs, (damping,), seeds=preset.seeds)
+    row = Row(ladder(lr, 3) if preset.fine else (lr,), damping)
+    if not preset.centred:
+        return Search(setting, (row,), seeds=preset.seeds)
+    rows: tuple[Row, ...] = (row,)
+    if damping is None:
+        rows = (Row(ladder(lr, TRIALS)),)
+    elif isinstance(damping, float) and ridge is not None:
+        rows = tuple(row.moved(every * i, i * (-ridge[0] if i < 0 else ridge[1])) for i in range(-below, 3 - below))
+    short = grid_steps or preset.grid_steps
+    return Search(setting, rows, every, extend=preset.extend, seeds=preset.seeds, centre=(lr, damping), known=known, urgency=urgency,
+                  grid_steps=short if short and short < setting.steps else None)  # fmt: skip
+
+
+def ladder(lr: float, n: int) -> tuple[float, ...]:
+    """n learning rates around one, of an even number one more below."""
+    return tuple(lr_at(lr_index(lr) + i - n // 2) for i in range(n))
+
+
+def momenta(preset: Preset, found: Search, lr: float) -> Search:
+    """SGD's search with its momentum searched as in the paper, {0, 0.9}: as many trials as before, and ten times the rate without."""
+    if not preset.centred:
+        return found
+    with_, without = Row(ladder(lr, 5), None, (("momentum", 0.9),)), Row(ladder(lr_at(lr_index(lr) + 2), 4))
+    return replace(found, base=found.base.but(options=()), rows=(with_, without))
 
 
 def fixed(preset: Preset, setting: Setting, urgency: int = 1) -> Search:
     """A given setting, all seeds: for what does not depend on the learning rate, as time per step."""
     centre = (setting.lr, setting.damping)
-    return Search(setting, (setting.lr,), (setting.damping,), extend=0, seeds=preset.seeds, centre=centre, urgency=urgency)
+    row = Row((setting.lr,), setting.damping)
+    return Search(setting, (row,), extend=0, seeds=preset.seeds, centre=centre, urgency=urgency)

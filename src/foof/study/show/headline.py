@@ -44,7 +44,7 @@ def headline(candidates: Sequence[tuple[Preset, Sequence[Outcome]]]) -> Headline
 
 
 def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
-    until = a.experiment.until(preset) or preset.base.steps
+    until = a.experiment.early(preset) or preset.base.steps
     losses = {label: Term(label).spread(a.found, until) for label in NAMES if label in a.found}
     cosines = {label: Term(label, "similarity").spread(b.found, until) for label in NAMES if label in b.found}
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import html
 import math
 from collections import Counter
@@ -13,15 +14,18 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
+from foof.study.paper.answers import Answer, answers
 from foof.study.paper.experiments import Experiment, Outcome, recall, remembered
 from foof.study.paper.notes import note
 from foof.study.paper.rules import Term
+from foof.study.paper.trials import Trials, trials
 from foof.study.paper.verdicts import Ruling, Verdict, of, spread
 from foof.study.search.grids import Tuned
 from foof.study.search.presets import PRESETS, Preset
 from foof.study.search.store import Store
 from foof.study.show.drawings import compare, draw
 from foof.study.show.headline import Headline, headline
+from foof.study.show.scoreboard import Group, bar_svg, brief, deciding, groups
 from foof.study.show.svg import side_by_side
 from foof.study.train.setting import Record, Setting
 
@@ -68,16 +72,23 @@ def _damping(s: Setting) -> str:
     return f"{s.damping:g}" if isinstance(s.damping, float) else s.damping or ""
 
 
+def _row_name(s: Setting) -> str:
+    """What a row of a grid has in common: its λ, or SGD's momentum."""
+    if damping := _damping(s):
+        return f"λ {damping}"
+    return f"momentum {s.option('momentum', 0.0):g}" if s.optimizer == "sgd" else ""
+
+
 def _tried(tuned: Tuned) -> str:
-    """Learning rates by damping, those that diverged marked."""
+    """Learning rates by row, those that diverged marked."""
     if len(tuned.tried) < 2:
         return "–" if tuned.grid_done else "no grid yet"
     rows: dict[str, list[str]] = {}
     for r in sorted(tuned.tried, key=lambda r: r.setting.lr):
-        rows.setdefault(_damping(r.setting), []).append(f"{r.setting.lr:g}" + (" (diverged)" if r.status == "diverged" else ""))
-    said = "; ".join("lr " + ", ".join(lrs) + (f" at λ {damping}" if damping else "") for damping, lrs in rows.items())
+        rows.setdefault(_row_name(r.setting), []).append(f"{r.setting.lr:g}" + (" (diverged)" if r.status == "diverged" else ""))
+    said = "; ".join("lr " + ", ".join(lrs) + (f" at {name}" if name else "") for name, lrs in rows.items())
     short = f", compared at step {tuned.grid_steps:,}" if tuned.grid_steps else ""
-    return said + short + ("" if tuned.grid_done else ", not finished")
+    return said + short + ("" if tuned.grid_done else f", {len(tuned.tried)} of {tuned.planned}")
 
 
 def _setup(outcome: Outcome) -> str:
@@ -99,7 +110,7 @@ def _setup(outcome: Outcome) -> str:
 def section(outcome: Outcome) -> Section:
     """The section of an experiment's outcome."""
     e, preset = outcome.experiment, outcome.preset
-    rows = [_row(label, tuned, e.until(preset)) for label, tuned in outcome.found.items()]
+    rows = [_row(label, tuned, None if preset.centred else e.early(preset)) for label, tuned in outcome.found.items()]
     compared = [
         {"panel": f"Fig. {c.panel}", "curve": c.curve, "step": f"{c.step:g}", "published": f"{c.published:.4g}", "ours": str(c.ours),
          "ours / published": f"{c.ratio:.3g}"}
@@ -135,6 +146,10 @@ class Line:
     verdict: Verdict
     paper: Verdict | None = None
 
+    @property
+    def shown(self) -> bool:
+        return self.verdict.ruling is not Ruling.NOT_RUN or self.paper is not None
+
 
 def lines(outcomes: Sequence[Outcome], beside: Sequence[Outcome]) -> list[Line]:
     """Verdicts in the paper's order; what has not been run comes last."""
@@ -143,15 +158,32 @@ def lines(outcomes: Sequence[Outcome], beside: Sequence[Outcome]) -> list[Line]:
     return sorted(found, key=lambda line: line.verdict.ruling is Ruling.NOT_RUN and line.paper is None)
 
 
+@dataclass(frozen=True)
+class FirstScreen:
+    """What is seen first: the board, the answers, and of which preset they are."""
+
+    preset: str
+    groups: list[Group]
+    answers: list[Answer]
+
+
+def first_screen(preset: Preset, outcomes: Sequence[Outcome], beside: Sequence[Outcome]) -> FirstScreen:
+    """Of the paper's scale where there are records of it."""
+    shown, at = (beside, PRESETS["paper"]) if beside else (outcomes, preset)
+    return FirstScreen(at.name, groups([v for o in shown for v in o.verdicts]), answers(shown))
+
+
 def render(
-    found: Sequence[Line], sections: Sequence[Section], said: dict[str, str], top: Headline | None = None, waiting: Sequence[Section] = ()
-) -> str:
+    found: Sequence[Line], sections: Sequence[Section], said: dict[str, str], first: FirstScreen, top: Headline | None = None,
+    waiting: Sequence[Section] = (), tuning: Sequence[Trials] = (),
+) -> str:  # fmt: skip
     """The page as text. It loads nothing from the network."""
     env = Environment(loader=PackageLoader("foof.study.show"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     counts = Counter(line.verdict.ruling for line in found)
     return env.get_template("report.html").render(
         lines=found, sections=sections, waiting=waiting, facts=said, rulings=[(r, counts[r]) for r in Ruling], headline=top,
-        figure_json=_figure_json, label=_label, plotly_js=get_plotlyjs(),
+        figure_json=_figure_json, label=_label, plotly_js=get_plotlyjs(), groups=first.groups, answers=first.answers,
+        board_preset=first.preset, brief=brief, bar=bar_svg, trials=tuning, not_run=sum(not line.shown for line in found),
     )  # fmt: skip
 
 
@@ -171,11 +203,25 @@ def write(path: Path, outcomes: Sequence[Outcome], preset: Preset, beside: Seque
     sections = [section(o) for o in outcomes]
     shown, waiting = [s for s in sections if s.figures], [s for s in sections if not s.figures]
     top = headline(((PRESETS["paper"], beside), (preset, outcomes)))
-    text = render(lines(outcomes, beside), shown, facts(outcomes, preset), top, waiting)
+    first, tuning = first_screen(preset, outcomes, beside), trials(outcomes)
+    text = render(lines(outcomes, beside), shown, facts(outcomes, preset), first, top, waiting, tuning)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     partial.write_text(text, encoding="utf-8")
     return partial.replace(path)
+
+
+def write_claims(path: Path, outcomes: Sequence[Outcome]) -> Path:
+    """Every claim as a row of a CSV file: its group, rule and verdict, and each condition's ratio with its interval and n."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerow(["claim", "about", "where", "says", "holds if", "verdict", "ratio", "low", "high", "n", "measured", "rule changed"])
+        for v in (v for o in outcomes for v in o.verdicts):
+            c = deciding(v)
+            numbers = [c.effect.ratio, c.effect.low, c.effect.high, c.effect.n] if c else [""] * 4
+            writer.writerow([v.id, v.about, v.where, v.claim, v.rule, v.ruling, *numbers, v.measured, v.changed])
+    return path
 
 
 def write_svgs(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:

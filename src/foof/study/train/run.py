@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from foof import KFAC, NaturalGradient
-from foof.study import data
-from foof.study.data import Data
+from foof.study.data import Data, load
 from foof.study.train import models
 from foof.study.train.measurements import AFTER, BEFORE, Moment, needs_raw_gradients
 from foof.study.train.methods import method, optimizer_of
@@ -80,7 +79,7 @@ def _fixed(seed: int, threads: int) -> Iterator[None]:
 def run(setting: Setting, watch: Watch | None = None, threads: int = 1) -> Record:
     """Train as `setting` says. Divergence is an outcome (`status`), not an error."""
     start = time.perf_counter()
-    train = data.load(setting.dataset, setting.source, setting.train_size)
+    train = load(setting.dataset, setting.source, setting.train_size)
     with _fixed(setting.seed, threads):
         model = models.build(
             setting.model, train.train_x.shape[1:], setting.hidden, train.classes,

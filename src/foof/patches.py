@@ -1,0 +1,247 @@
+"""Second moments of a convolution's patches, without the patches.
+
+The rows of a convolution are the patches under its kernel, ``a_r = (x[s·r + d·u])_u`` over the offsets ``u`` in the kernel, for
+stride s and dilation d. Cut out, they hold each number once for every offset, and ``Σ_r a_r a_rᵀ`` multiplies all pairs of them:
+
+    M[u, u'] = Σ_r x[s·r + d·u] x[s·r + d·u']ᵀ = Σ_p x[p] x[p + d·(u' - u)]ᵀ    over p ∈ {d·u + s·r : 0 ≤ r < R}.
+
+The summand knows ``δ = u' - u`` alone, so most of these products are the same ones; the positions p differ, but only at the border.
+Each dimension falls into a few *spans* of positions that count for the same offsets u: a long one inside and short ones at either
+end (and as many again for each phase of a stride). Over a box of spans all sums ``K[δ] = Σ_p x[p] x[p + d·δ]ᵀ`` are one weight
+gradient: that of a convolution whose errors are the box, cut out of x itself, and whose kernel has an offset for each δ. Then
+``M[u, u'] = Σ K[u' - u]`` over the boxes that count for u. These are only sums: nothing is taken away again, so nothing cancels.
+Half of them do, since M is symmetric: δ ≥ 0 in the first dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foof.layers import Conv
+from foof.statistics import wide
+
+AT_A_TIME = 2**20  # numbers to cut out at once: little memory, and sums of sums round less than one long sum
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Which rows to look at: every so-manieth datapoint, and every so-manieth location of each dimension.
+
+    ``shift`` says where to begin. Counted up from batch to batch, it comes by all datapoints and locations in turn.
+    """
+
+    datapoints: int = 1
+    locations: int = 1
+    shift: int = 0
+
+    def __post_init__(self) -> None:
+        if self.datapoints < 1 or self.locations < 1 or self.shift < 0:
+            raise ValueError(f"a subset is every n-th of the rows, from a shift on: it needs n ≥ 1 and shift ≥ 0, got {self}.")
+
+
+@torch.no_grad()
+def second_moment(layer: Conv, x: Tensor, subset: Subset | None = None) -> Tensor:
+    """``Σ_rows a aᵀ`` of a convolution's input ``x``: ``(m, m)``, or ``(G, m, m)``; in float32 or wider.
+
+    Equal to ``rows.mT @ rows`` for ``rows = layer.input_rows(x).flatten(-3, -2)``, by patches or without, whichever is cheaper.
+    Of a subset of the rows it is an estimate: scaled by how many there are over how many were looked at.
+    """
+    subset = subset or Subset()
+    with torch.autocast(x.device.type, enabled=False), full_precision(x.device):
+        x = layer._batched(x.detach())
+        datapoints, every = len(x), subset.datapoints
+        x = x[subset.shift % max(1, min(every, datapoints)) :: every]
+        axes = axes_of(layer, x, subset)
+        X = layer._pad(x.to(wide(x.dtype)))
+        how = without_patches if cheaper_without_patches(X, axes, layer.groups) else by_patches
+        moment = X.new_zeros(layer.groups, layer.m, layer.m)
+        how(X, axes, moment)
+        looked_at = len(x) * math.prod(axis.R for axis in axes)
+        if layer.has_bias:
+            moment[:, :-1, -1] = moment[:, -1, :-1]
+            moment[:, -1, -1] = looked_at
+        there = datapoints * math.prod(axis.locations for axis in axes)
+        if there != looked_at:
+            moment *= there / looked_at
+        return moment if layer.groups > 1 else moment[0]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of a convolution over its padded input: offset ``u < k`` sees the position ``start + s·r + d·u`` at ``r < R``.
+
+    Positions outside of ``data`` are known to be zero. ``locations``: how many there are, of which R are looked at.
+    """
+
+    k: int
+    s: int
+    d: int
+    R: int
+    start: int
+    data: range
+    locations: int
+
+    def spans(self, half: bool) -> Iterator[Span]:
+        """The spans of positions, each with the offsets it counts for and the differences δ to look at (``half``: δ ≥ 0)."""
+        common = math.gcd(self.s, self.d)
+        step, lag = self.s // common, self.d // common
+        for phase in range(min(step, self.k)):  # offsets in step see the same positions: offset j of these sees q at r = q - lag·j
+            offsets, origin = range(phase, self.k, step), self.start + self.d * phase
+            cuts = sorted({lag * j + end for j in range(len(offsets)) for end in (0, self.R)})
+            for first, last in itertools.pairwise(cuts):
+                counting = [u for j, u in enumerate(offsets) if lag * j <= first and last <= lag * j + self.R]
+                positions = _within(range(origin + self.s * first, origin + self.s * last, self.s), self.data)
+                if counting and positions:
+                    yield self._span(positions, range(counting[0], counting[-1] + 1, step), half)
+
+    def _span(self, p: range, offsets: range, half: bool) -> Span:
+        least = 0 if half else max(-offsets[-1], -((p[-1] - self.data.start) // self.d))
+        most = min(self.k - 1 - offsets[0], (self.data.stop - 1 - p[0]) // self.d)
+        return Span(p, offsets, range(least, most + 1))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions ``p`` of one dimension that count for all of ``offsets``, and the ``differences`` δ of offsets to look at from there."""
+
+    positions: range
+    offsets: range
+    differences: range
+
+    @property
+    def own(self) -> slice:
+        return slice(self.positions[0], self.positions[-1] + 1, self.positions.step)
+
+    def seen(self, d: int) -> slice:
+        """The positions ``p + d·δ`` and what lies between them."""
+        return slice(self.positions[0] + d * self.differences[0], self.positions[-1] + d * self.differences[-1] + 1)
+
+
+def axes_of(layer: Conv, x: Tensor, subset: Subset) -> list[Axis]:
+    """The dimensions of a convolution over ``x (N, C, *sizes)``, at a subset of its locations."""
+    axes, shift = [], subset.shift
+    for i, size in enumerate(x.shape[2:]):
+        left, right = layer.both_sides[-2 * i - 2 :][:2]  # the last dimension comes first
+        k, s, d = layer.kernel[i], layer.stride[i], layer.dilation[i]
+        locations = (left + size + right - d * (k - 1) - 1) // s + 1
+        every = min(subset.locations, locations)
+        shift, first = divmod(shift, every)
+        data = range(left, left + size) if layer.padding_mode == "constant" else range(left + size + right)
+        axes.append(Axis(k, s * every, d, -(-(locations - first) // every), s * first, data, locations))
+    return axes
+
+
+def by_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
+    """Add ``Σ a aᵀ`` over the patches of a padded input ``X (N, C, *sizes)`` to ``moment (G, m, m)``; ``Σ a`` to a last row for the bias.
+
+    A few datapoints at a time: all their patches are never in memory.
+    """
+    groups, C = len(moment), X.shape[1] // len(moment)
+    rows, m = math.prod(axis.R for axis in axes), C * math.prod(axis.k for axis in axes)
+    for part in X.split(max(1, 8 * AT_A_TIME // (rows * groups * m))):
+        for i, axis in enumerate(axes):
+            extent = axis.d * (axis.k - 1) + 1
+            part = part.narrow(2 + i, axis.start, axis.s * (axis.R - 1) + extent).unfold(2 + i, extent, axis.s)[..., :: axis.d]
+        part = part.unflatten(1, (groups, C)).transpose(0, 1)  # (G, N, C, *locations, *kernel)
+        P = part.movedim(2, 2 + len(axes)).reshape(groups, -1, m)
+        moment[:, :m, :m].baddbmm_(P.mT, P)
+        if moment.shape[-1] > m:
+            moment[:, m, :m] += P.sum(1)
+
+
+def without_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
+    """As ``by_patches``, by one weight gradient for each box of spans: ``M[u, u'] = Σ K[u' - u]`` over the boxes that count for u."""
+    groups, C = len(moment), X.shape[1] // len(moment)
+    kernel, D = [axis.k for axis in axes], len(axes)
+    m = C * math.prod(kernel)
+    biased = moment.shape[-1] > m
+    M, sums = X.new_zeros(*kernel, *kernel, groups, C, C), X.new_zeros(*kernel, groups, C)
+    for box in _boxes(axes):
+        inside = _cut(X, [span.own for span in box])
+        K = _correlations(X, inside, box, axes, groups)
+        total = inside.sum((0, *range(2, 2 + D))).view(groups, C) if biased else None
+        for u in itertools.product(*[span.offsets for span in box]):
+            both = [_overlap(v, span.differences, axis.k) for v, span, axis in zip(u, box, axes, strict=True)]
+            M[u][tuple(there for there, _ in both)] += K[tuple(delta for _, delta in both)]
+            if total is not None:
+                sums[u] += total
+    swapped = (*range(D - 1, 2 * D - 2), *range(D - 1), 2 * D - 2, 2 * D, 2 * D - 1)
+    for first, second in itertools.combinations(range(kernel[0]), 2):  # the other half: M[u', u] = M[u, u']ᵀ
+        M[second].select(D - 1, first).copy_(M[first].select(D - 1, second).permute(swapped))
+    # (*u, *u', G, C, C) to (G, C, *u, C, *u')
+    M = M.permute(2 * D, 2 * D + 1, *range(D), 2 * D + 2, *range(D, 2 * D))
+    moment[:, :m, :m].unflatten(2, (C, *kernel)).unflatten(1, (C, *kernel)).add_(M)
+    if biased:
+        moment[:, m, :m] += sums.permute(D, D + 1, *range(D)).flatten(1)
+
+
+def _boxes(axes: list[Axis]) -> Iterator[tuple[Span, ...]]:
+    return itertools.product(*[list(axis.spans(half=i == 0)) for i, axis in enumerate(axes)])
+
+
+def _correlations(X: Tensor, inside: Tensor, box: tuple[Span, ...], axes: list[Axis], groups: int) -> Tensor:
+    """``K[δ] = Σ_p x[p] x[p + d·δ]ᵀ`` over the positions p of a box: ``(*δ, G, C, C)``.
+
+    The weight gradient of a convolution from the positions ``p + d·δ`` to the positions p, which are its locations.
+    """
+    seen = _cut(X, [span.seen(axis.d) for span, axis in zip(box, axes, strict=True)])
+    C, D = X.shape[1] // groups, len(axes)
+    K = X.new_zeros(groups * C, C, *[len(span.differences) for span in box])
+    few = max(1, AT_A_TIME // seen[:1].numel())
+    for e, x in zip(inside.split(few), seen.split(few), strict=True):
+        K += torch.ops.aten.convolution_backward(
+            e, x, K, None, [axis.s for axis in axes], [0] * D, [axis.d for axis in axes], False, [0] * D, groups, [False, True, False]
+        )[1]
+    return K.unflatten(0, (groups, C)).permute(*range(3, 3 + D), 0, 1, 2).contiguous()
+
+
+def _cut(X: Tensor, slices: list[slice]) -> Tensor:
+    return X[(slice(None), slice(None), *slices)]
+
+
+def _overlap(u: int, differences: range, k: int) -> tuple[slice, slice]:
+    """The offsets ``u' = u + δ`` that are in the kernel, and where their δ are among the differences."""
+    first, last = max(0, u + differences[0]), min(k - 1, u + differences[-1])
+    return slice(first, last + 1), slice(first - u - differences[0], last - u - differences[0] + 1)
+
+
+def _within(positions: range, data: range) -> range:
+    before, after = max(0, data.start - positions.start), max(0, positions[-1] + 1 - data.stop)
+    return positions[-(-before // positions.step) : len(positions) + -after // positions.step]
+
+
+def cheaper_without_patches(X: Tensor, axes: list[Axis], groups: int) -> bool:
+    """The estimated cost of each way, in multiplications of a large matrix product.
+
+    The weights were fitted to times of 28 convolutions on a CPU in float32: what it costs to copy a number of a patch; to call a weight
+    gradient, to copy a number for it, and to put a number of the second moment in its place.
+    """
+    C, N = X.shape[1], len(X)
+    m, rows = C // groups * math.prod(axis.k for axis in axes), N * math.prod(axis.R for axis in axes)
+    with_patches = rows * groups * m * (m + 100)
+    without = 300.0 * groups * m * m
+    for box in _boxes(axes):
+        inside = N * math.prod(len(span.positions) for span in box)
+        seen = N * math.prod(span.seen(axis.d).stop - span.seen(axis.d).start for span, axis in zip(box, axes, strict=True))
+        without += 15e6 + 30 * C * (inside + seen) + inside * C * (C // groups) * math.prod(len(span.differences) for span in box)
+    return without < with_patches
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """On a GPU convolutions round to TF32 unless told otherwise; matrix products do not."""
+    if device.type != "cuda":
+        yield
+        return
+    allowed, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed

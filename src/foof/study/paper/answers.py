@@ -1,0 +1,87 @@
+"""The three questions a reader comes with, and the numbers that answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foof.study.paper import searches as r
+from foof.study.paper.experiments import Outcome
+from foof.study.paper.rules import Measured, Term, decide, lower
+from foof.study.paper.verdicts import Ruling
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Is `a` better than `b` in an experiment?"""
+
+    experiment: str
+    a: str
+    b: str
+    setting: str  # in words
+
+    def measured(self, outcomes: dict[str, Outcome]) -> Measured:
+        found = outcomes[self.experiment].found if self.experiment in outcomes else {}
+        return decide(lower(Term(self.a), Term(self.b)), found, None)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Its first comparison that has been run decides it; the others stand beside it."""
+
+    text: str
+    comparisons: tuple[Comparison, ...]
+
+
+QUESTIONS = (
+    Question("Does KFAC beat exact natural gradients when both are tuned?", (
+        Comparison("fig2a", r.KFAC, r.NATURAL_FULL, "one layer, full batch, full Fisher (Fig. 2A)"),
+        Comparison("fig1d", r.KFAC, r.NATURAL_FULL, "the whole network, full batch, full Fisher (Fig. 1D)"),
+        Comparison("fig1a", r.KFAC, r.NATURAL, "mini-batches (Fig. 1A)"),
+    )),
+    Question("Is heuristic damping needed?", (
+        Comparison("fig3a", r.KFAC, r.STANDARD, "KFAC at its best λ with either damping (Fig. 3A)"),
+        Comparison("fig3a", r.HEURISTIC, r.STANDARD, "heuristic damping at the λ of Fig. 3C"),
+        Comparison("fig3a", r.STANDARD, r.SGD, "standard damping against SGD"),
+    )),
+    Question("Does FOOF beat KFAC?", (
+        Comparison("fig4b", r.FOOF, r.KFAC, "mini-batches (Fig. 4B)"),
+        Comparison("fig3d", r.label_3(r.FOOF_LAMBDA_A, r.DAMPINGS[1]), r.label_3(r.KFAC, r.DAMPINGS[1]), "at the same small λ_A (Fig. 3D)"),
+    )),
+)  # fmt: skip
+WORDS = {Ruling.HOLDS: "Yes", Ruling.FAILS: "No", Ruling.UNDECIDED: "Not decided", Ruling.NOT_RUN: "Not run"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question, the word for the comparison that decides it, and what was measured of each."""
+
+    question: str
+    ruling: Ruling
+    parts: tuple[tuple[str, Measured], ...]  # setting in words, and what came out
+
+    @property
+    def word(self) -> str:
+        return WORDS[self.ruling]
+
+    @property
+    def sentence(self) -> str:
+        """All of it in a few words, for pages without the report."""
+        said = [f"{setting}: {_ratio(measured)}" for setting, measured in self.parts if measured.ruling is not Ruling.NOT_RUN]
+        return f"{self.word}: {'; '.join(said)}." if said else f"{self.word}."
+
+
+def _ratio(measured: Measured) -> str:
+    losses, _, rest = measured.text.partition("; ratio ")
+    return f"{losses.replace('; ', ' against ')}, a ratio of {rest}"
+
+
+def answers(outcomes: Sequence[Outcome]) -> list[Answer]:
+    """The answers that these outcomes of Fashion-MNIST give."""
+    there = {o.experiment.id: o for o in outcomes}
+    found = []
+    for question in QUESTIONS:
+        parts = tuple((c.setting, c.measured(there)) for c in question.comparisons)
+        ruling = next((m.ruling for _, m in parts if m.ruling is not Ruling.NOT_RUN), Ruling.NOT_RUN)
+        found.append(Answer(question.text, ruling, parts))
+    return found

@@ -1,0 +1,1020 @@
+"""A training loop at random, beside a slow twin: ``python tests/machine.py 2000`` runs that many loops.
+
+``Loop`` is a training loop taken apart: forward and backward passes, ``zero_grad``, ``update_curvature``, steps, checkpoints and all that
+people do in between, in any order. Each of its methods does the same to an optimizer of the library and to a ``Twin`` (plain autograd
+on a copy of the model, dense second moments, dense solves, float64), which then must agree: weights, gradients, second moments.
+``machine_of`` lets hypothesis draw such loops.
+
+The twin says what a step is, a transaction:
+
+- What backward passes bring is pending, per matrix, for as long as its gradient is there. ``step()`` commits it: the update by the inverse
+  at hand (a first one is made of what the step has seen); then Algorithm 1: invert if due, fold in what the step has seen if it was
+  due, count the step. ``zero_grad()`` drops it.
+- ``torch.autograd.grad`` is no part of it, unless its gradients are assigned by hand and no backward pass came.
+- An estimate of the Fisher belongs to the graph of its outputs: it counts when a backward pass through that graph does.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import foof
+import oracle
+
+TOLERANCE = 1e-9
+
+# --- models ---------------------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Tokens ``(N, 2)`` → logits ``(N, 2, 5)``; the head's weight is the embedding's. The norm is left to the fallback optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(5, 3), nn.Linear(3, 3)
+        self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        return self.head(self.norm(h + self.middle(h.flip(1)).tanh()))
+
+
+class Shared(nn.Module):
+    """One layer called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.layer(x).tanh()).tanh())
+
+
+class Mixture(nn.Module):
+    """Two experts, each for the datapoints far out on its side; the left one is called also with none, the right one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = x[:, 0] < -0.5, x[:, 0] > 1
+        h = x.clone()
+        h[left] = self.left(x[left])
+        if right.any():
+            h[right] = self.right(x[right])
+        return self.head(h.tanh())
+
+
+class Recomputed(nn.Module):
+    """An MLP whose middle, which calls the first layer again, is an activation checkpoint; in the twin it is not (``reentrant = None``)."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(3, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+        self.reentrant: bool | None = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def middle(h: Tensor) -> Tensor:
+            return self.middle(self.first(h.tanh()).tanh()).tanh()
+
+        h = self.first(x)
+        return self.head(middle(h) if self.reentrant is None else checkpoint(middle, h, use_reentrant=self.reentrant))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False), nn.Tanh(), nn.Linear(2, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 2, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 2, stride=2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the shape of one of its inputs (None: tokens), and the layers that may be frozen."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...] | None = (3,)
+    freezable: tuple[str, ...] = ()
+    graph_only: bool = False  # does torch refuse autograd.grad through it?
+
+    def batch(self, seed: int, size: int) -> tuple[Tensor, Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        if self.shape is None:
+            return torch.randint(0, 5, (size, 2), generator=g), torch.randint(0, 5, (size, 2), generator=g)
+        x = torch.randn(size, *self.shape, generator=g, dtype=torch.float64)
+        return x, torch.randint(0, 3, (size,), generator=g)
+
+
+CASES = {
+    "mlp": Case(mlp, freezable=("0", "2")),
+    "cnn": Case(cnn, (1, 4, 4), freezable=("0", "2")),
+    "tied": Case(Tied, None, freezable=("middle",)),
+    "shared": Case(Shared, freezable=("layer",)),
+    "mixture": Case(Mixture, freezable=("left", "right")),
+    "checkpointed": Case(lambda: Recomputed(False), freezable=("first", "middle")),
+    "reentrant": Case(lambda: Recomputed(True), freezable=("middle",), graph_only=True),
+}
+
+# --- optimizers -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the table of optimizers: how it is made, and what the twin has to know of it."""
+
+    kind: str  # of curvature: "foof", "heuristic", "standard", "natural"
+    over: str = "own"  # whose update rule: the library's own, or "sgd", "adamw" of torch
+    fisher: str = "full"
+    by_layer: bool = False
+
+    @property
+    def cases(self) -> list[str]:
+        """Without those that it, or torch, refuses."""
+        left_out = {"foof": [], "natural": ["mixture", "reentrant"]}.get(self.kind, ["reentrant"])
+        return [name for name in CASES if name not in left_out]
+
+    def optimizer(self, model: nn.Module, s: Setting) -> Any:
+        options: dict[str, Any] = {"damping": s.damping, "T": s.T}
+        if self.kind == "natural":
+            options |= {"fisher": self.fisher, "blocks": "layer" if self.by_layer else "full", "generator": 1}
+        else:
+            options |= {"ema": s.ema, "S": s.S}
+        if self.kind in ("heuristic", "standard"):
+            options |= {"fisher": self.fisher, "damping_mode": self.kind, "generator": 1}
+        if self.over == "own":
+            make = {"foof": foof.FOOF, "natural": foof.NaturalGradient}.get(self.kind, foof.KFAC)
+            return make(model, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay, **options)
+        method = "foof" if self.kind == "foof" else "kfac"
+        return foof.precondition(torch_optimizer(self.over, list(model.parameters()), s), model, method=method, **options)
+
+
+METHODS = {
+    "foof": Method("foof"),
+    "kfac": Method("heuristic"),
+    "kfac-mc": Method("heuristic", fisher="mc"),
+    "kfac-standard": Method("standard", fisher="empirical"),
+    "kfac-standard-mc": Method("standard", fisher="mc"),
+    "natural": Method("natural"),
+    "natural-layer-mc": Method("natural", fisher="mc", by_layer=True),
+    "foof-sgd": Method("foof", over="sgd"),
+    "foof-adamw": Method("foof", over="adamw"),
+    "kfac-adamw": Method("heuristic", over="adamw", fisher="empirical"),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    T: int = 1
+    S: int = 1
+    ema: float = 0.5
+    lr: float = 0.05
+    damping: float = 0.5
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+def torch_optimizer(name: str, params: list[nn.Parameter], s: Setting) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+    return torch.optim.AdamW(params, lr=s.lr, weight_decay=s.weight_decay)
+
+
+def second_moments(opt: Any) -> dict[str, dict[str, Tensor]]:
+    """Those of the library, by the name of the layer."""
+    if hasattr(opt, "second_moments"):
+        return opt.second_moments()
+    return {b.layer.name: {k: m.value for k, m in b.moments.items() if m.value is not None} for b in opt.preconditioner.blocks}
+
+
+# --- the twin -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Moment:
+    """A sum over rows, and over how many datapoints: what a pass, a step or an estimate has seen. Sums are ``(G, m, m)``."""
+
+    total: Tensor | None = None
+    datapoints: int = 0
+
+    def __add__(self, other: Moment) -> Moment:
+        """With other datapoints."""
+        total = other.total if self.total is None else self.total if other.total is None else self.total + other.total
+        return Moment(total, self.datapoints + other.datapoints)
+
+
+@dataclass
+class Average:
+    """``x̂_t = Σ_s m^(t-s) x_s / Σ_s m^(t-s)``, from all that has ever been folded in."""
+
+    decay: float
+    history: list[Tensor] = field(default_factory=list)
+
+    def fold(self, seen: Moment) -> None:
+        if seen.total is not None and seen.datapoints and bool(seen.total.isfinite().all()):
+            self.history.append(seen.total / seen.datapoints)
+
+    @property
+    def value(self) -> Tensor | None:
+        if not self.history:
+            return None
+        weights = [self.decay ** (len(self.history) - 1 - s) for s in range(len(self.history))]  # 0⁰ = 1
+        return sum(w * x for w, x in zip(weights, self.history, strict=True)) / sum(weights)  # type: ignore[return-value]
+
+
+@dataclass(eq=False)
+class Matrix:
+    """One weight matrix of the twin's model: the modules that use it, its averages, its inverse."""
+
+    name: str
+    modules: list[nn.Module]
+    averages: dict[str, Average]
+    inverse: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in (self.modules[0].weight, getattr(self.modules[0], "bias", None)) if p is not None]
+
+    @property
+    def frozen(self) -> bool:
+        return not self.modules[0].weight.requires_grad
+
+    @property
+    def gradient(self) -> Tensor:
+        """``.grad`` of weight and bias as ``(G, n, m)``."""
+        return oracle.gradient_matrix(self.modules[0], *(p.grad for p in self.parameters), *[None] * (2 - len(self.parameters)))
+
+    def shaped(self, matrix: Tensor) -> list[Tensor]:
+        """``(G, n, m)`` as one tensor per parameter."""
+        module = self.modules[0]
+        if isinstance(module, nn.Embedding):
+            return [matrix[0].mT]
+        if len(self.parameters) == 1:
+            return [matrix.reshape(module.weight.shape)]
+        return [matrix[..., :-1].reshape(module.weight.shape), matrix[..., -1].flatten()]
+
+
+@dataclass
+class Call:
+    """One call of a covered layer: its inputs as rows ``(G, N, R, m)``, and its output, in the graph."""
+
+    matrix: Matrix
+    a: Tensor
+    b: Tensor
+
+    def errors(self, e: Tensor) -> Tensor:
+        """The gradient of the output as rows ``(G, N, R, n)``."""
+        return rows(self.matrix.modules[0], e)
+
+
+def rows(module: nn.Module, b: Tensor) -> Tensor:
+    if isinstance(module, nn.Conv2d):
+        return oracle.as_rows(module, b)
+    return b.reshape(1, len(b), math.prod(b.shape[1:-1]), b.shape[-1])
+
+
+def input_rows(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, nn.Linear):
+        a = rows(module, x)
+        return a if module.bias is None else torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    return oracle.input_rows(module, x)
+
+
+def product(a: Tensor) -> Tensor:
+    return torch.einsum("girk,girl->gkl", a, a)
+
+
+Estimate = dict[Matrix, dict[str, Moment]]  # what update_curvature has seen
+
+
+@dataclass(eq=False)
+class Graph:
+    """A forward pass of both models, still to be differentiated."""
+
+    out: Tensor  # of the model with the optimizer
+    x: Tensor
+    y: Tensor
+    twin_out: Tensor
+    calls: list[Call]
+    estimates: list[Any] = field(default_factory=list)
+
+    def loss(self, out: Tensor, share: float) -> Tensor:
+        return nn.functional.cross_entropy(out.flatten(0, -2), self.y.flatten()) * share
+
+
+@dataclass
+class Pending:
+    """What the step in the making knows of one matrix."""
+
+    seen: dict[str, Moment] = field(default_factory=dict)
+    estimates: list[Any] = field(default_factory=list)
+    raw: bool = False  # is its gradient still to be preconditioned?
+    inverse: Callable[[Tensor], Tensor] | None = None  # made for this step, where that cannot wait for the whole of it
+
+    def add(self, key: str, moment: Moment) -> None:
+        self.seen[key] = self.seen.get(key, Moment()) + moment
+
+
+class Twin:
+    """An optimizer by the book: slow, dense, on a model without hooks of the library."""
+
+    def __init__(self, model: nn.Module, method: Method, s: Setting) -> None:
+        self.model, self.method, self.setting = model, method, s
+        self.damping, self.generator = s.damping, torch.Generator().manual_seed(1)
+        self.t, self.warming_up = 0, True
+        self.moments = {"foof": ("Sigma",), "natural": ()}.get(method.kind, ("Sigma", "Sigma_E"))
+        self.matrices = self._matrices()
+        covered = {id(p) for matrix in self.matrices for p in matrix.parameters}
+        self.covered = [p for p in model.parameters() if id(p) in covered]
+        rest = [p for p in model.parameters() if id(p) not in covered]
+        if method.over == "own":
+            self.lr, self.velocity = s.lr, {p: torch.zeros_like(p) for p in self.covered}
+            self.rest = torch.optim.AdamW(rest, lr=1e-3, weight_decay=s.weight_decay) if rest else None
+        else:
+            self.rest = torch_optimizer(method.over, list(model.parameters()), s)
+        self.landed: dict[Matrix, Pending] = {}  # by backward()
+        self.captured: dict[Matrix, Pending] = {}  # by autograd.grad()
+        self.fisher: Tensor | None = None  # the natural gradient's (P, P), over the covered parameters
+        self.next_fisher: Tensor | None = None  # pending, like anything else
+        self.fisher_used = False  # has a backward pass followed it?
+        self._calls: list[Call] | None = None
+        for matrix in self.matrices:
+            for module in matrix.modules:
+                module.register_forward_hook(self._see(matrix))
+
+    def _matrices(self) -> list[Matrix]:
+        """Tied weights are one matrix, but for an embedding, which is another one than the linear layer it shares its weight with."""
+        found: dict[tuple[int, bool], Matrix] = {}
+        for name, module in self.model.named_modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
+                key = id(module.weight), isinstance(module, nn.Embedding)
+                made = found.setdefault(key, Matrix(name, [], {k: Average(self.setting.ema) for k in self.moments}))
+                made.modules.append(module)
+        return list(found.values())
+
+    def _see(self, matrix: Matrix) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            calls, self._calls = self._calls, None  # the oracle calls the module, too
+            if calls is not None:
+                calls.append(Call(matrix, input_rows(module, args[0].detach()), out))
+            self._calls = calls
+
+        return hook
+
+    def partner(self, matrix: Matrix) -> bool:
+        """Does another matrix share its weight?"""
+        return any(other is not matrix and other.modules[0].weight is matrix.modules[0].weight for other in self.matrices)
+
+    # --- passes -----------------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, also_frozen: bool = False) -> tuple[Tensor, list[Call]]:
+        self._calls = []
+        out = self.model(x)
+        calls, self._calls = self._calls, None
+        return out, [call for call in calls if also_frozen or not call.matrix.frozen]
+
+    def gathers(self) -> bool:
+        T, S = self.setting.T, self.setting.S
+        return (self.t + S) % T in range(S) or (self.warming_up and self.t < T)
+
+    def inverts(self) -> bool:
+        T = self.setting.T
+        return self.t % T == 0 or (self.warming_up and self.t < T and self.t in (1, 2, 4, 8, 16))
+
+    def gradients(self, graph: Graph, share: float) -> tuple[dict[Matrix, Tensor], dict[nn.Parameter, Tensor]]:
+        """The plain gradient of every matrix in the graph, ``(G, n, m)``, and of every parameter that belongs to none."""
+        loss = graph.loss(graph.twin_out, share)
+        found = torch.autograd.grad(loss, [call.b for call in graph.calls], retain_graph=True, allow_unused=True)
+        plain: dict[Matrix, Tensor] = {}
+        for call, e in zip(graph.calls, found, strict=True):
+            assert e is not None
+            G = torch.einsum("girn,girm->gnm", call.errors(e), call.a)
+            plain[call.matrix] = plain[call.matrix] + G if call.matrix in plain else G
+        covered = {id(p) for p in self.covered}
+        others = [p for p in self.model.parameters() if id(p) not in covered]
+        rest = torch.autograd.grad(loss, others, retain_graph=True, allow_unused=True) if others else ()
+        return plain, {p: g for p, g in zip(others, rest, strict=True) if g is not None}
+
+    def differentiate(self, graph: Graph, share: float, pending: dict[Matrix, Pending]) -> dict[nn.Parameter, Tensor]:
+        """What a pass returns for every parameter, and what it leaves in ``pending``."""
+        plain, answer = self.gradients(graph, share)
+        self.fisher_used |= pending is self.landed and self.next_fisher is not None
+        for matrix, G in plain.items():
+            mine = pending.setdefault(matrix, Pending())
+            self._observe(mine, matrix, graph)
+            if matrix.inverse is None and mine.inverse is None and self.moments and pending is self.landed and self.partner(matrix):
+                mine.inverse = self._first_inverse(matrix, mine)  # two matrices' gradients cannot be told apart later
+            inverse = matrix.inverse or mine.inverse  # the natural gradient has none: it is solved for when the step is taken
+            mine.raw |= inverse is None
+            for p, g in zip(matrix.parameters, matrix.shaped(G if mine.raw else inverse(G)), strict=True):
+                answer[p] = answer[p] + g if p in answer else g
+        return answer
+
+    def _observe(self, mine: Pending, matrix: Matrix, graph: Graph) -> None:
+        if self.method.kind == "foof" and (self.gathers() or matrix.inverse is None):
+            mine.add("Sigma", self._inputs(matrix, graph.calls))
+        for estimate in graph.estimates:
+            if not any(estimate is counted for counted in mine.estimates):
+                mine.estimates.append(estimate)
+                for key, moment in estimate.get(matrix, {}).items():
+                    mine.add(key, moment)
+
+    @staticmethod
+    def _inputs(matrix: Matrix, calls: list[Call]) -> Moment:
+        """Σ of one pass: calls add rows, and see the same datapoints."""
+        mine = [call.a for call in calls if call.matrix is matrix]
+        return Moment(sum(map(product, mine)), max((a.shape[1] for a in mine), default=0)) if mine else Moment()
+
+    def backward(self, graph: Graph, share: float) -> None:
+        for p, g in self.differentiate(graph, share, self.landed).items():
+            p.grad = g if p.grad is None else p.grad + g
+
+    # --- estimates of the Fisher ----------------------------------------------------------------------------------------------
+
+    def update_curvature(self, graph: Graph) -> None:
+        """Estimate the Fisher if it is due, or for layers that have no inverse yet."""
+        wanted = [call.matrix for call in graph.calls if self.gathers() or call.matrix.inverse is None]
+        if wanted and self.method.kind in ("heuristic", "standard"):
+            found = self.estimate(graph.twin_out, graph.y, graph.calls)
+            graph.estimates.append({matrix: seen for matrix, seen in found.items() if matrix in wanted})
+        if self.method.kind == "natural" and (self.fisher is None or self.t % self.setting.T == 0) and not self.fisher_used:
+            self.next_fisher = self.dense_fisher(graph.twin_out, graph.y)
+
+    def dense_fisher(self, out: Tensor, y: Tensor) -> Tensor | None:
+        """``1/N Σ_i Σ_k g gᵀ`` with g the gradient of datapoint i's loss for its k-th output error; by blocks, if that is asked for."""
+        if not out.isfinite().all():
+            return self.next_fisher
+        P, trained = sum(p.numel() for p in self.covered), [p for p in self.covered if p.requires_grad]
+        F = torch.zeros(P, P, dtype=torch.float64)
+        for s in self.errors(out, y):
+            for i in range(len(out)):
+                alone = torch.zeros_like(s)
+                alone[i] = s[i]
+                found = torch.autograd.grad(out, trained, alone, retain_graph=True, allow_unused=True)
+                of = dict(zip(trained, found, strict=True))
+                g = torch.cat([torch.zeros(p.numel()).double() if of.get(p) is None else of[p].flatten() for p in self.covered])
+                F += torch.outer(g, g) / len(out)
+        if self.method.by_layer:
+            owner = torch.cat([torch.full((p.numel(),), self._owner(p)) for p in self.covered])
+            F = F * (owner.unsqueeze(0) == owner.unsqueeze(1))
+        return F
+
+    def _owner(self, p: nn.Parameter) -> int:
+        return next(number for number, matrix in enumerate(self.matrices) if any(p is mine for mine in matrix.parameters))
+
+    def _solve(self) -> None:
+        """``(F + λI)⁻¹ g`` in place of g, all layers at once."""
+        assert self.fisher is not None
+        g = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.covered])
+        natural = torch.linalg.solve(self.fisher + self.damping * torch.eye(len(g), dtype=g.dtype), g)
+        for p, part in zip(self.covered, natural.split([p.numel() for p in self.covered]), strict=True):
+            if p.grad is not None:
+                p.grad = part.reshape(p.shape)
+
+    def errors(self, out: Tensor, y: Tensor) -> list[Tensor]:
+        """The output errors, one per backward pass."""
+        out, fisher = out.detach(), self.method.fisher
+        p = out.softmax(-1)
+        if fisher == "full":
+            roots = torch.stack(oracle.output_errors("categorical", out.flatten(0, -2)))
+            return one_position_each(roots, out.shape)
+        if fisher == "mc":
+            y = torch.multinomial(p.flatten(0, -2), 1, generator=self.generator).reshape(y.shape)
+        return [p - nn.functional.one_hot(y, p.shape[-1])]
+
+    def estimate(self, out: Tensor, y: Tensor, calls: list[Call]) -> Estimate:
+        if not out.isfinite().all():
+            return {}
+        found: Estimate = {}
+        for matrix in {call.matrix for call in calls}:
+            found[matrix] = {"Sigma": self._inputs(matrix, calls), "Sigma_E": Moment()}
+        for number, s in enumerate(self.errors(out, y)):
+            errors = torch.autograd.grad(out, [call.b for call in calls], s, retain_graph=True, allow_unused=True)
+            for call, error in zip(calls, errors, strict=True):
+                e = call.errors(error)
+                count = e.shape[1] * e.shape[2] if number == 0 else 0  # every call's rows count, once for all passes
+                found[call.matrix]["Sigma_E"] += Moment(product(e), count)
+        return found
+
+    # --- the step ---------------------------------------------------------------------------------------------------------------
+
+    def invert(self, matrix: Matrix, moments: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+        damping, kind = self.damping, self.method.kind
+
+        def inverse(G: Tensor) -> Tensor:
+            if kind == "foof":
+                return oracle.foof_update(G, moments["Sigma"], damping)
+            pairs = zip(G, moments["Sigma"], moments["Sigma_E"], strict=True)
+            if kind == "heuristic":
+                return torch.stack([oracle.kfac_heuristic(*each, damping)[0] for each in pairs])
+            return torch.stack([oracle.kfac_standard(*each, damping) for each in pairs])
+
+        return inverse
+
+    def _first_inverse(self, matrix: Matrix, mine: Pending) -> Callable[[Tensor], Tensor] | None:
+        """From the averages with what this step has seen; None if that is nothing."""
+        averages = copy.deepcopy(matrix.averages)
+        for key, average in averages.items():
+            average.fold(mine.seen.get(key, Moment()))
+        values = {key: average.value for key, average in averages.items()}
+        return None if any(value is None for value in values.values()) else self.invert(matrix, values)
+
+    def known(self, matrix: Matrix) -> bool:
+        return bool(self.moments) and all(average.value is not None for average in matrix.averages.values())
+
+    def ready(self) -> dict[Matrix, Pending]:
+        """What the step at hand is made of."""
+        found = {}
+        for matrix in self.matrices:
+            mine = self.landed.get(matrix) or self.captured.get(matrix)
+            if mine is not None and matrix.modules[0].weight.grad is not None:
+                found[matrix] = mine
+        return found
+
+    def unseen(self) -> list[str]:
+        """Matrices with a gradient, but without any statistics to precondition it with. (Where no row came by, the gradient is zero.)"""
+        if not self.moments:
+            return [matrix.name for matrix in self.ready()] if self.fisher is None and self.next_fisher is None else []
+        return [
+            matrix.name
+            for matrix, mine in self.ready().items()
+            if matrix.inverse is None
+            and self._first_inverse(matrix, mine) is None
+            and bool((matrix.modules[0].weight.grad != 0).any())
+        ]
+
+    def step(self) -> None:
+        ready = self.ready()
+        if ready and not self.moments:
+            self.fisher = self.fisher if self.next_fisher is None else self.next_fisher
+            self._solve()
+        for matrix, mine in ready.items() if self.moments else ():
+            if matrix.inverse is None:
+                matrix.inverse = self._first_inverse(matrix, mine)
+                if matrix.inverse is not None:
+                    self._fold(matrix, mine)
+            if mine.raw and matrix.inverse is not None:
+                for p, g in zip(matrix.parameters, matrix.shaped(matrix.inverse(matrix.gradient)), strict=True):
+                    p.grad = g
+        self._update()
+        if ready:
+            if self.inverts():
+                self._refresh()
+            for matrix, mine in ready.items():
+                self._fold(matrix, mine)
+            self.t += 1
+        self.landed, self.captured = {}, {}
+        self.next_fisher, self.fisher_used = None, False
+
+    def _refresh(self) -> None:
+        for matrix in self.matrices:
+            if self.known(matrix):
+                matrix.inverse = self.invert(matrix, {key: average.value for key, average in matrix.averages.items()})
+
+    def _fold(self, matrix: Matrix, mine: Pending) -> None:
+        for key, seen in mine.seen.items():
+            matrix.averages[key].fold(seen)
+        mine.seen = {}
+
+    def _update(self) -> None:
+        if self.method.over == "own":
+            s = self.setting
+            for p in self.covered:
+                if p.grad is not None:
+                    self.velocity[p] = s.momentum * self.velocity[p] + p.grad
+                    p.data = (1 - self.lr * s.weight_decay) * p.data - self.lr * self.velocity[p]
+        if self.rest is not None:
+            self.rest.step()
+
+    def drop(self) -> None:
+        self.landed, self.captured = {}, {}
+        if self.fisher_used:  # the one before it is not kept, for want of memory: a new one has to be made
+            self.fisher, self.next_fisher, self.fisher_used = None, None, False
+
+    def resume(self) -> None:
+        """What a checkpoint does not hold: all that is pending, and a Fisher that is due to be replaced."""
+        self.landed, self.captured, self.next_fisher, self.fisher_used = {}, {}, None, False
+        if self.t % self.setting.T == 0:
+            self.fisher = None
+
+    def initialise(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """From forward passes: the inputs of frozen layers, too. The Fisher has no errors for those."""
+        for x, y in batches:
+            out, calls = self.forward(x, also_frozen=self.method.kind == "foof")
+            if self.method.kind == "foof":
+                seen: Estimate = {matrix: {"Sigma": self._inputs(matrix, calls)} for matrix in {call.matrix for call in calls}}
+            else:
+                seen = self.estimate(out, y, calls)
+            for matrix, moments in seen.items():
+                for key, moment in moments.items():
+                    matrix.averages[key].fold(moment)
+        self._refresh()
+        self.warming_up = not all(map(self.known, self.matrices))
+
+
+def one_position_each(errors: Tensor, shape: torch.Size) -> list[Tensor]:
+    """Errors ``(K, N·R, C)`` of outputs ``(N, ..., C)``: labels of different positions are independent, so each has a pass of its own."""
+    found = []
+    for error in errors.reshape(len(errors), shape[0], -1, shape[-1]):
+        for position in range(error.shape[1]):
+            alone = torch.zeros_like(error)
+            alone[:, position] = error[:, position]
+            found.append(alone.reshape(shape))
+    return found
+
+
+# --- the loop -------------------------------------------------------------------------------------------------------------------
+
+
+class Mismatch(AssertionError):
+    """The optimizer and its twin have parted."""
+
+
+class Loop:
+    """A training loop taken apart. Every method does one thing to both, and then they must agree."""
+
+    def __init__(self, method: str, case: str, s: Setting) -> None:
+        self.method, self.case, self.setting = METHODS[method], CASES[case], s
+        self.model, self.opt = self._new()
+        copied = self._model(0)
+        copied.reentrant = None
+        self.twin = Twin(copied, self.method, s)
+        self.graphs: list[Graph] = []
+
+    def _model(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.case.make().double()
+
+    def _new(self, seed: int = 0) -> tuple[nn.Module, Any]:
+        model = self._model(seed)
+        return model, self.method.optimizer(model, self.setting)
+
+    @property
+    def engine(self) -> Any:
+        return self.opt if hasattr(self.opt, "initialise") else self.opt.preconditioner
+
+    def _pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        for (name, ours), (_, theirs) in zip(self.model.named_parameters(), self.twin.model.named_parameters(), strict=True):
+            yield name, ours, theirs
+
+    # --- what must agree ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        for name, ours, theirs in self._pairs():
+            agree(f"weight {name}", ours.detach(), theirs.detach())
+            agree(f"gradient {name}", ours.grad, theirs.grad)
+        found = second_moments(self.opt)
+        for matrix in self.twin.matrices:
+            for key, average in matrix.averages.items():
+                agree(f"{key} of {matrix.name}", dense(found.get(matrix.name, {}).get(key)), average.value)
+
+    # --- passes ---------------------------------------------------------------------------------------------------------------
+
+    def forward(self, seed: int, size: int, poison: bool = False) -> Graph:
+        x, y = self.case.batch(seed, size)
+        if poison and x.is_floating_point():
+            x[0] = float("nan")
+        twin_out, calls = self.twin.forward(x)
+        graph = Graph(self.model(x), x, y, twin_out, calls)
+        self.graphs.append(graph)
+        return graph
+
+    def update_curvature(self, graph: Graph) -> None:
+        self.opt.update_curvature(graph.out, graph.y)
+        self.twin.update_curvature(graph)
+
+    def backward(self, graph: Graph, share: float = 1.0, retain: bool = False) -> None:
+        graph.loss(graph.out, share).backward(retain_graph=retain)
+        self.twin.backward(graph, share)
+        if not retain:
+            self.graphs.remove(graph)
+
+    def autograd_grad(self, graph: Graph, assign: bool = False) -> None:
+        """Gradients that are looked at and thrown away, or assigned by hand."""
+        if assign:
+            self.zero_grad()
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        ours = torch.autograd.grad(graph.loss(graph.out, 1.0), params, retain_graph=True, allow_unused=True)
+        theirs = self.twin.differentiate(graph, 1.0, self.twin.captured)
+        answer = {id(p): g for p, g in zip(params, ours, strict=True)}
+        for name, mine, other in self._pairs():
+            agree(f"autograd.grad of {name}", answer.get(id(mine)), theirs.get(other))
+            if assign:
+                mine.grad, other.grad = answer.get(id(mine)), theirs.get(other)
+
+    @property
+    def may_assign(self) -> bool:
+        """On a first step the plain gradient of a weight with two matrices (tied) is a sum that nobody can take apart."""
+        return all(matrix.inverse is not None or not self.twin.partner(matrix) for matrix in self.twin.matrices)
+
+    def evaluate(self, seed: int, size: int) -> None:
+        x, _ = self.case.batch(seed, size)
+        with torch.no_grad():
+            agree("outputs", self.model(x), self.twin.model(x))
+
+    # --- gradients ------------------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, whose: str = "optimizer", to_none: bool = True) -> None:
+        (self.opt if whose == "optimizer" else self.model).zero_grad(set_to_none=to_none)
+        self.twin.model.zero_grad(set_to_none=to_none)
+        self.twin.drop()
+
+    def forget(self, which: int) -> None:
+        """The gradient of one layer alone is thrown away."""
+        matrix = self.twin.matrices[which % len(self.twin.matrices)]
+        mine = {id(p) for p in matrix.parameters}
+        for _, ours, theirs in self._pairs():
+            if id(theirs) in mine:
+                ours.grad = theirs.grad = None
+        for other in self.twin.matrices:
+            if other.modules[0].weight is matrix.modules[0].weight and self.twin.landed.pop(other, None) and not self.twin.landed:
+                self.twin.drop()  # not one gradient of a backward pass is left: as after zero_grad()
+
+    def clip(self, norm: float) -> None:
+        for model in (self.model, self.twin.model):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    # --- steps ----------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        if self.twin.unseen():
+            try:
+                self.opt.step()
+            except (ValueError, RuntimeError):
+                return  # and nothing has changed
+            raise Mismatch(f"a step without statistics of {', '.join(self.twin.unseen())} was taken.")
+        if self.method.kind == "natural" and self.twin.fisher is None and not self.twin.ready():
+            return  # with zeroed gradients and no Fisher: refused or not, it does not matter
+        self.opt.step()
+        self.twin.step()
+        self.graphs = []  # their weights have changed
+
+    # --- settings -------------------------------------------------------------------------------------------------------------
+
+    def freeze(self, name: str, frozen: bool) -> None:
+        for model in (self.model, self.twin.model):
+            for p in model.get_submodule(name).parameters():
+                p.requires_grad_(not frozen)
+                p.grad = None
+        for matrix in self.twin.matrices:
+            if matrix.name == name:
+                self.twin.landed.pop(matrix, None)
+                self.twin.captured.pop(matrix, None)
+        self.graphs = []
+
+    def set_lr(self, factor: float) -> None:
+        for group in self.opt.param_groups:
+            group["lr"] *= factor
+        if self.twin.rest is not None:
+            for group in self.twin.rest.param_groups:
+                group["lr"] *= factor
+        if self.method.over == "own":
+            self.twin.lr *= factor
+
+    def set_damping(self, damping: float) -> None:
+        for group in self.opt.param_groups:
+            if "damping" in group:
+                group["damping"] = self.twin.damping = damping
+
+    def checkpoint(self) -> None:
+        """Go on with new objects, from what a file holds."""
+        file = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "opt": self.opt.state_dict()}, file)
+        file.seek(0)
+        state, frozen = torch.load(file, weights_only=True), [p.requires_grad for p in self.model.parameters()]
+        self.model, self.opt = self._new(seed=99)
+        self.model.load_state_dict(state["model"])
+        self.opt.load_state_dict(state["opt"])
+        for p, requires_grad in zip(self.model.parameters(), frozen, strict=True):
+            p.requires_grad_(requires_grad)
+        self.twin.model.zero_grad()
+        self.twin.resume()
+        self.graphs = []
+
+    def initialise(self, seeds: list[int], size: int) -> None:
+        batches = [self.case.batch(seed, size) for seed in seeds]
+        self.engine.initialise(batches)
+        self.twin.initialise(batches)
+
+
+def dense(moment: Tensor | None) -> Tensor | None:
+    """As the twin keeps it, ``(G, m, m)``."""
+    if moment is None:
+        return None
+    return moment.diag().unsqueeze(0) if moment.dim() == 1 else moment if moment.dim() == 3 else moment.unsqueeze(0)
+
+
+def agree(what: str, ours: Tensor | None, theirs: Tensor | None) -> None:
+    if ours is None or theirs is None:
+        if ours is not theirs:
+            raise Mismatch(f"{what}: there is {'none' if ours is None else 'one'}, the twin has {'none' if theirs is None else 'one'}.")
+        return
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    error = (ours - theirs).abs().masked_fill(same, 0).nan_to_num(math.inf).max().item() if ours.numel() else 0.0
+    scale = max(1.0, theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 1.0)
+    if not error <= TOLERANCE * scale:
+        raise Mismatch(f"{what}: differs by {error:.3g} at a scale of {scale:.3g}.")
+
+
+# --- loops drawn by hypothesis --------------------------------------------------------------------------------------------------
+
+SEEDS, SIZES = st.integers(0, 99), st.integers(1, 4)
+WHICH, WHOSE = st.integers(0, 2), st.sampled_from(["optimizer", "model"])
+
+
+def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedStateMachine]:
+    """Loops with one optimizer, over its models and settings."""
+
+    class Machine(RuleBasedStateMachine):
+        loop: Loop
+
+        @initialize(
+            case=st.sampled_from(cases or METHODS[method].cases),
+            schedule=st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 2)]),
+            ema=st.sampled_from([0.5, 0.9, 0.0]),
+            momentum=st.sampled_from([0.0, 0.9]),
+            weight_decay=st.sampled_from([0.0, 0.1]),
+        )
+        def start(self, case: str, schedule: tuple[int, int], ema: float, momentum: float, weight_decay: float) -> None:
+            self.loop = Loop(method, case, Setting(*schedule, ema=ema, momentum=momentum, weight_decay=weight_decay))
+
+        def graph(self, which: int) -> Graph:
+            return self.loop.graphs[which % len(self.loop.graphs)]
+
+        def has_graph(self) -> bool:
+            return bool(self.loop.graphs)
+
+        # Whole steps, as people write them.
+
+        @rule(seed=SEEDS, size=SIZES, parts=st.integers(1, 2), late=st.booleans(), whose=WHOSE, clip=st.booleans())
+        def train(self, seed: int, size: int, parts: int, late: bool, whose: str, clip: bool) -> None:
+            """``late``: gradients are zeroed between the first forward and backward pass."""
+            loop = self.loop
+            if not late:
+                loop.zero_grad(whose)
+            graphs = [loop.forward(seed + part, size + part) for part in range(parts)]
+            for number, graph in enumerate(graphs):
+                loop.update_curvature(graph)
+                if late and number == 0:
+                    loop.zero_grad(whose)
+                loop.backward(graph, 1 / parts)
+            if clip:
+                loop.clip(0.1)
+            loop.step()
+            loop.check()
+
+        @rule(seed=SEEDS, size=SIZES, estimate=st.booleans(), whose=WHOSE, early=st.booleans())
+        def train_on_one_batch(self, seed: int, size: int, estimate: bool, whose: str, early: bool) -> None:
+            """Gradients are zeroed after the step, or ``early``, before the forward pass."""
+            loop = self.loop
+            if early:
+                loop.zero_grad(whose)
+            graph = loop.forward(seed, size)
+            if estimate:
+                loop.update_curvature(graph)
+            loop.backward(graph)
+            loop.step()
+            if not early:
+                loop.zero_grad(whose)
+            loop.check()
+
+        @rule(seed=SEEDS, size=SIZES, estimate=st.booleans(), backward=st.booleans(), poison=st.booleans(), whose=WHOSE, zero=st.booleans())
+        def skip(self, seed: int, size: int, estimate: bool, backward: bool, poison: bool, whose: str, zero: bool) -> None:
+            """A batch that is not trained on after all. ``zero``: before it, too."""
+            loop = self.loop
+            if zero:
+                loop.zero_grad(whose)
+            graph = loop.forward(seed, size, poison)
+            if estimate:
+                loop.update_curvature(graph)
+            if backward:
+                loop.backward(graph)
+            else:
+                loop.graphs.remove(graph)
+            loop.zero_grad(whose)
+            loop.check()
+
+        # Their parts, in any order.
+
+        @precondition(lambda self: len(self.loop.graphs) < 3)
+        @rule(seed=SEEDS, size=SIZES, estimate=st.booleans())
+        def forward(self, seed: int, size: int, estimate: bool) -> None:
+            graph = self.loop.forward(seed, size)
+            if estimate:
+                self.loop.update_curvature(graph)
+            self.loop.check()
+
+        @precondition(has_graph)
+        @rule(which=WHICH)
+        def update_curvature(self, which: int) -> None:
+            self.loop.update_curvature(self.graph(which))
+            self.loop.check()
+
+        @precondition(has_graph)
+        @rule(which=WHICH, share=st.sampled_from([1.0, 0.5]), retain=st.booleans())
+        def backward(self, which: int, share: float, retain: bool) -> None:
+            self.loop.backward(self.graph(which), share, retain)
+            self.loop.check()
+
+        @precondition(lambda self: self.loop.graphs and not self.loop.case.graph_only)
+        @rule(which=WHICH, assign=st.booleans())
+        def autograd_grad(self, which: int, assign: bool) -> None:
+            self.loop.autograd_grad(self.graph(which), assign and self.loop.may_assign)
+            self.loop.check()
+
+        @rule()
+        def step(self) -> None:
+            self.loop.step()
+            self.loop.check()
+
+        @rule(whose=WHOSE, to_none=st.booleans())
+        def zero_grad(self, whose: str, to_none: bool) -> None:
+            self.loop.zero_grad(whose, to_none or whose == "model")
+            self.loop.check()
+
+        @precondition(lambda self: self.loop.twin.landed)
+        @rule(which=WHICH, norm=st.sampled_from([None, 0.1, 1.0]))
+        def change_gradients(self, which: int, norm: float | None) -> None:
+            """They are clipped, or those of one layer thrown away."""
+            if norm is None:
+                self.loop.forget(which)
+            else:
+                self.loop.clip(norm)
+            self.loop.check()
+
+        # What else happens during training.
+
+        @rule(what=st.sampled_from(["evaluate", "freeze", "thaw", "lr", "damping", "checkpoint"]), number=SEEDS)
+        def meanwhile(self, what: str, number: int) -> None:
+            loop, layers = self.loop, self.loop.case.freezable
+            if what == "evaluate":
+                loop.evaluate(number, 3)
+            elif what in ("freeze", "thaw"):
+                loop.freeze(layers[number % len(layers)], what == "freeze")
+            elif what == "lr":
+                loop.set_lr((0.5, 2.0)[number % 2])
+            elif what == "damping":
+                loop.set_damping((0.2, 0.5, 1.0)[number % 3])
+            else:
+                loop.checkpoint()
+            loop.check()
+
+        if METHODS[method].kind != "natural":
+
+            @rule(seeds=st.lists(SEEDS, min_size=1, max_size=2), size=SIZES)
+            def initialise(self, seeds: list[int], size: int) -> None:
+                self.loop.initialise(seeds, size)
+                self.loop.check()
+
+    Machine.__name__ = Machine.__qualname__ = f"{method} loops"
+    return Machine
+
+
+def run(method: str, loops: int, cases: list[str] | None = None, **options: Any) -> None:
+    """Draw so many loops of up to 40 rules; raises the shortest one on which the optimizer and its twin part."""
+    quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    chosen = settings(
+        max_examples=loops, stateful_step_count=40, deadline=None, database=None, suppress_health_check=quiet,
+        **{"derandomize": True, "phases": [Phase.generate, Phase.shrink], **options},
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_state_machine_as_test(machine_of(method, cases), settings=chosen)
+
+
+def main() -> int:
+    """``python tests/machine.py LOOPS [METHOD ...]``: so many loops, shared out among the methods."""
+    torch.set_num_threads(1)
+    loops, methods = int(sys.argv[1]), sys.argv[2:] or list(METHODS)
+    failed = 0
+    for method in methods:
+        share = math.ceil(loops / len(methods))
+        try:
+            run(method, share, derandomize=False)
+            print(f"{method}: {share} loops without a mismatch", flush=True)
+        except Exception as error:  # the others are still to be run
+            failed += 1
+            print(f"{method}: {type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", [])), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

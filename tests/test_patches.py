@@ -1,0 +1,133 @@
+"""Second moments of patches: with and without the patches, against those of the rows a convolution has."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from foof.layers import Conv
+from foof.patches import Subset, axes_of, by_patches, cheaper_without_patches, second_moment, without_patches
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@st.composite
+def convolutions(draw):
+    """A convolution, and an input it can take, often one smaller than its kernel."""
+    D = draw(st.integers(1, 3))
+    most = {1: 6, 2: 4, 3: 2}[D]
+    mode = draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"]))
+    groups = draw(st.integers(1, 3))
+    kernel = draw(st.tuples(*[st.integers(1, most)] * D))
+    dilation = draw(st.tuples(*[st.integers(1, 3)] * D))
+    stride = draw(st.tuples(*[st.integers(1, 4)] * D))
+    padding = "same" if stride == (1,) * D and draw(st.booleans()) else draw(st.tuples(*[st.integers(0, most)] * D))
+    torch.manual_seed(draw(st.integers(0, 10**6)))
+    conv = CONVOLUTIONS[D - 1](groups * draw(st.integers(1, 3)), groups, kernel, stride, padding, dilation, groups,
+                               bias=draw(st.booleans()), padding_mode=mode, dtype=torch.float64)  # fmt: skip
+    sides = conv._reversed_padding_repeated_twice
+    sizes = []
+    for i in range(D):
+        both = sides[-2 * i - 2 :][:2]
+        least = max(1, dilation[i] * (kernel[i] - 1) + 1 - sum(both))
+        if mode in ("reflect", "circular"):
+            least = max(least, max(both) + (mode == "reflect"))
+        sizes.append(least + draw(st.integers(0, 2 * most)))
+    x = torch.randn(draw(st.integers(1, 3)), conv.in_channels, *sizes, dtype=torch.float64)
+    return Conv("", conv), x if draw(st.booleans()) else x[0]
+
+
+def close(ours, theirs):
+    return (ours - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+@settings(max_examples=300)
+@given(convolutions())
+def test_both_ways_are_the_product_of_the_rows(case):
+    layer, x = case
+    rows = layer.input_rows(x).flatten(-3, -2)
+    theirs = (rows.mT @ rows).reshape(layer.groups, layer.m, layer.m)
+    assert close(second_moment(layer, x).reshape(theirs.shape), theirs)
+    inputs = layer.m - layer.has_bias
+    for way in (by_patches, without_patches):
+        moment = torch.zeros_like(theirs)
+        way(layer._pad(layer._batched(x)), axes_of(layer, layer._batched(x), Subset()), moment)
+        assert close(moment[:, :, :inputs], theirs[:, :, :inputs])
+
+
+@settings(max_examples=100)
+@given(convolutions(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 100))
+def test_a_subset_is_scaled_to_stand_for_all_rows(case, datapoints, locations, shift):
+    layer, x = case
+    all_rows = layer.input_rows(x)  # (..., N, R, m)
+    with torch.no_grad():
+        out = layer.module(x)
+    grid = out.shape[-layer.spatial :]
+    chosen = torch.zeros(all_rows.shape[-3], *grid, dtype=torch.bool)
+    index, left = [slice(shift % min(datapoints, len(chosen)), None, datapoints)], shift
+    for size in grid:
+        every = min(locations, size)
+        index.append(slice(left % every, None, every))
+        left //= every
+    chosen[tuple(index)] = True
+    rows = all_rows.flatten(-3, -2)[..., chosen.flatten(), :]
+    theirs = rows.mT @ rows * (chosen.numel() / chosen.sum())
+    assert close(second_moment(layer, x, Subset(datapoints, locations, shift)), theirs)
+
+
+def test_subsets_of_consecutive_shifts_come_by_all_rows():
+    layer, x = Conv("", nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64)), torch.randn(6, 2, 7, 5, dtype=torch.float64)
+    parts = [second_moment(layer, x, Subset(locations=2, shift=shift)) for shift in range(4)]
+    shares = torch.tensor([4 * 3, 3 * 3, 4 * 2, 3 * 2]).double() / 35
+    assert close(sum(share * part for share, part in zip(shares, parts, strict=True)), second_moment(layer, x))
+
+
+def test_a_subset_has_rows():
+    with pytest.raises(ValueError, match="n ≥ 1"):
+        Subset(locations=0)
+    with pytest.raises(ValueError, match="shift"):
+        Subset(shift=-1)
+
+
+def test_no_datapoints_have_no_moment():
+    layer = Conv("", nn.Conv2d(2, 2, 3))
+    assert torch.equal(second_moment(layer, torch.zeros(0, 2, 5, 5)), torch.zeros(19, 19))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_statistics_are_float32_whatever_autocast_says(dtype):
+    """Half-precision inputs are exact in float32, and so are their products to rounding."""
+    torch.manual_seed(0)
+    layer, x = Conv("", nn.Conv2d(8, 8, 3, padding=1)), torch.randn(16, 8, 16, 16, requires_grad=True).to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        moment = second_moment(layer, x)
+    rows = layer.input_rows(x.double()).flatten(-3, -2)
+    assert moment.dtype == torch.float32
+    assert not moment.requires_grad
+    assert (moment - rows.mT @ rows).norm() <= 1e-6 * moment.norm()
+
+
+def test_border_values_cancel_nothing():
+    """Values a million times larger at the border stay out of the sums they are no part of."""
+    layer = Conv("", nn.Conv2d(1, 1, 3, bias=False, dtype=torch.float64))
+    x = torch.randn(4, 1, 12, 12, dtype=torch.float64)
+    x[:, :, 0] *= 1e8
+    rows = layer.input_rows(x).flatten(-3, -2)
+    moment = torch.zeros(1, 9, 9, dtype=torch.float64)
+    without_patches(x, axes_of(layer, x, Subset()), moment)
+    assert torch.allclose(moment[0], rows.mT @ rows, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("conv", "size", "without"),
+    [
+        (nn.Conv2d(64, 64, 3, padding=1), 32, True),
+        (nn.Conv2d(16, 16, 3, padding=1), 16, True),
+        (nn.Conv2d(64, 64, 4, stride=4), 32, False),  # patches do not overlap
+        (nn.Conv2d(1, 6, 5), 28, False),  # LeNet: too small to be worth 81 calls
+    ],
+)
+def test_the_cheaper_way_is_taken(conv, size, without):
+    layer, x = Conv("", conv), torch.empty(100, conv.in_channels, size, size)
+    assert cheaper_without_patches(layer._pad(x), axes_of(layer, x, Subset()), layer.groups) is without
