@@ -86,9 +86,10 @@ class NeuronOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._warn_of_thawed()
-        for group in self.param_groups:
-            if group["kind"] == "neurons":
-                self._update(group)
+        with torch.autocast(self.preconditioner.device.type, enabled=False):
+            for group in self.param_groups:
+                if group["kind"] == "neurons":
+                    self._update(group)
         if self._fallback is not None:
             self._fallback.param_groups = [group for group in self.param_groups if group["kind"] == "rest"]
             self._fallback.state = self.state
