@@ -336,6 +336,14 @@ class Engine:
             for block in self.blocks for layer in block.layers
         }  # fmt: skip
 
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics, inverses and schedule: what the optimizer's state dict has under ``"neurons"``."""
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``; what is pending is dropped."""
+        checkpoint.load_state_dict(self, state)
+
     # --- ties -------------------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
