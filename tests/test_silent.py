@@ -395,8 +395,7 @@ def test_a_weight_replaced_since_is_said_so(change):
     else:
         nn.utils.parametrizations.weight_norm(model.head)
     x = torch.randint(9, (4, 3))
-    with pytest.raises(RuntimeError, match="another one than when the optimizer was made"):
-        cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
+    cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
     with pytest.raises(RuntimeError, match="another one than when the optimizer was made"):
         opt.step()
 
@@ -438,22 +437,6 @@ def test_an_optimizer_that_is_attached_and_forgotten_says_so():
             cross_entropy(model(batch(t)[0]), batch(t)[1]).backward()
             other.step()
     opt.remove()
-
-
-def test_ddps_join_is_refused_rather_than_an_abort():
-    """Seen from one process; ``tests/test_distributed_faults.py`` has it on two."""
-    from foof import _torch
-
-    model = net()
-    opt = foof.FOOF(model, T=1)
-    seen = opt.preconditioner
-    original = _torch.joins_uneven_inputs
-    _torch.joins_uneven_inputs = lambda _: True
-    try:
-        with pytest.raises(RuntimeError, match=r"join\(\)"):
-            seen.synchronise()
-    finally:
-        _torch.joins_uneven_inputs = original
 
 
 # --- what people expect -----------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class AdamW(NeuronOptimizer):
         if "exp_avg" not in state:
             state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(block.weight), exp_avg_sq=torch.zeros_like(block.weight))
         state["step"] += 1
-        with joined(block, state) as (first, second):
+        with torch.autocast(gradient.device.type, enabled=False), joined(block, state) as (first, second):
             G = block.layer.join(distributed.full(gradient), None).to(first.dtype)
             matrix = adam_in_basis(first, second, G, None if basis is None else basis.U, int(state["step"]), self.betas, self.eps)
         update = torch.empty_like(gradient)

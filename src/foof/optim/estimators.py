@@ -133,7 +133,7 @@ class InputMoments(Estimator):
 
     def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
         if due or block.inverse is None:
-            k = self.splits(visit.layer)
+            k = 1 if self.blocks == 1 else self.splits(visit.layer)
             gather_inputs(ledger.seen["Sigma"], visit.layer, visit.x, visit.mask, visit.pass_id, self.mean_over_rows, k)
 
     def invert(self, block: Block, T: int) -> InputInverse:

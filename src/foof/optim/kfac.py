@@ -19,9 +19,9 @@ from foof.statistics import Schedule
 from foof.tap import leave_note
 
 MOVED = {  # options once
-    "second_factor": "the ablations of Appendix D.9 are the study's: foof.study.train.methods",
-    "rows": "Σ_E is the mean over rows; the study's KFAC for the paper's convolutions has their sum: foof.study.train.methods",
-    "deferred": "what other updates would have been is the study's business: foof.study.train.updates",
+    "second_factor": "the ablations of Appendix D.9 are the study's: foof.study.train.ablations.kfac",
+    "rows": "Σ_E is the mean over rows; the study's KFAC for the paper's convolutions has their sum: foof.study.train.ablations.kfac",
+    "deferred": "what other updates would have been is the study's business: foof.study.train.ablations.kfac, and foof.study.train.updates",
 }
 
 

@@ -110,7 +110,8 @@ class Muon(NeuronOptimizer):
         """``scale · orth(M P)`` in the shape of the weight, and sharded as it is."""
         M = momentum_of(self._momentum(block.weight), gradient, momentum, self.nesterov)
         inverse = None if block.inverse is None else block.inverse.P
-        matrix = orthogonal_update(block.layer.join(distributed.full(M), None), inverse, self.orthogonalisation, self.scale)
+        with torch.autocast(gradient.device.type, enabled=False):
+            matrix = orthogonal_update(block.layer.join(distributed.full(M), None), inverse, self.orthogonalisation, self.scale)
         update = torch.empty_like(gradient)
         distributed.write(update, block.layer.split(matrix)[0])
         return update
