@@ -598,8 +598,8 @@ class Twin:
             for matrix, mine in ready.items():
                 self._fold(matrix, mine)
             self.t += 1
+            self.next_fisher, self.fisher_used = None, False
         self.landed, self.captured = {}, {}
-        self.next_fisher, self.fisher_used = None, False
 
     def _refresh(self) -> None:
         for matrix in self.matrices:
