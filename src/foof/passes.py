@@ -246,7 +246,7 @@ class Recorder:
     @staticmethod
     def _check_all_recorded(grads: tuple[Tensor | None, ...], weights: list[nn.Parameter], layers: list[Layer]) -> None:
         for grad, weight in zip(grads, weights, strict=False):
-            if grad is not None:
+            if grad is not None and grad.any():
                 names = " = ".join(layer.label for layer in layers if layer.weight is weight)
                 raise ValueError(
                     f"{names}: its weight is also used outside its layer's forward(), where its inputs are not seen; exclude it. (Or "

@@ -55,7 +55,7 @@ def second_moment(layer: Conv, x: Tensor, subset: Subset | None = None) -> Tenso
     """
     subset = subset or Subset()
     with torch.autocast(x.device.type, enabled=False), full_precision(x.device):
-        x = layer._batched(x.detach())
+        x = layer.batched(x.detach())
         datapoints, every = len(x), subset.datapoints
         x = x[subset.shift % max(1, min(every, datapoints)) :: every]
         axes = axes_of(layer, x, subset)
