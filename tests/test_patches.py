@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import foof
 from foof.layers import Conv
 from foof.patches import Subset, axes_of, by_patches, cheaper_without_patches, second_moment, without_patches
 
@@ -130,4 +131,34 @@ def test_border_values_cancel_nothing():
 )
 def test_the_cheaper_way_is_taken(conv, size, without):
     layer, x = Conv("", conv), torch.empty(100, conv.in_channels, size, size)
-    assert cheaper_without_patches(layer._pad(x), axes_of(layer, x, Subset()), layer.groups) is without
+    assert cheaper_without_patches(x, axes_of(layer, x, Subset()), layer.groups) is without
+
+
+@settings(max_examples=60)
+@given(convolutions())
+def test_both_gradients_at_once_are_those_of_autograd(case):
+    layer, x = case
+    x.requires_grad_()
+    conv = layer.module
+    out = conv(x)
+    e = torch.randn_like(out)
+    theirs = torch.autograd.grad(out, [x, *conv.parameters()], e)
+    of_x, matrix = layer.gradients(x.detach(), e, conv.weight.detach())
+    assert of_x.shape == x.shape
+    assert close(of_x, theirs[0])
+    for ours, parameter in zip(layer.split(matrix), theirs[1:], strict=False):
+        assert close(ours, parameter)
+
+
+def test_the_optimizer_takes_the_moment_of_many_patches_and_keeps_the_rows_of_few():
+    """Either way Σ is the mean over datapoints of the sum over patches."""
+    torch.manual_seed(0)
+    for conv, size in ((nn.Conv2d(16, 4, 3, padding=1), 12), (nn.Conv2d(16, 4, 3), 4)):
+        model, x = nn.Sequential(conv.double(), nn.Flatten()), torch.randn(8, 16, size, size, dtype=torch.float64)
+        layer = Conv("0", conv)
+        opt = foof.FOOF(model, lr=0.1, damping=1.0, T=1, S=1)
+        model(x).square().mean().backward()
+        opt.step()
+        rows = layer.input_rows(x).flatten(-3, -2)
+        assert (len(rows) > layer.m) == (size == 12)
+        assert close(opt.second_moments()["0"]["Sigma"], rows.mT @ rows / 8)

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from foof import patches
 from foof._torch import origin
 from foof.kronecker import EigenInverse, InputInverse, KroneckerInverse
-from foof.layers import Embedding, Layer
+from foof.layers import Conv, Embedding, Layer
 from foof.likelihood import Labels, Likelihood, make_generator, restore
 from foof.optim.block import Block
 from foof.optim.step import Ledger
@@ -153,6 +154,10 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | No
         rows = x if mask is None or x.numel() != mask.numel() else x[mask.reshape(x.shape)]
         datapoints = rows.numel() if mean_over_rows else len(x) if x.dim() else 1
         gathered.add_moment(layer.counts(rows), datapoints, EACH_ROW if mean_over_rows else pass_id)
+        return
+    if isinstance(layer, Conv) and mask is None and patches.better_than_rows(layer, x):
+        datapoints = patches.count_rows(layer, x) if mean_over_rows else len(x) if x.dim() == layer.spatial + 2 else 1
+        gathered.add_moment(patches.second_moment(layer, x), datapoints, EACH_ROW if mean_over_rows else pass_id)
         return
     a = layer.input_rows(x)
     if callers and a.data_ptr() == x.data_ptr():
