@@ -114,7 +114,7 @@ def test_no_way_leads_in_a_circle():
 
 PRIVATE = (
     r"torch\._[a-zA-Z]|_will_engine_execute_node|_disable_dynamo|\._version\b|\._base\b|_backward_cls|\._forward_hooks|_orig_mod|"
-    r"_join_config|\._parameters\b|_reversed_padding|_DropoutNd|_BatchNorm"
+    r"_join_config|\._parameters\b|_reversed_padding|_DropoutNd|_BatchNorm|_backward_hooks"
 )
 
 

@@ -1,5 +1,8 @@
 """Second moments of patches: with and without the patches, against those of the rows a convolution has."""
 
+import itertools
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,7 +46,7 @@ def close(ours, theirs):
     return (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
-@settings(max_examples=300)
+@settings(max_examples=400)
 @given(convolutions())
 def test_both_ways_are_the_product_of_the_rows(case):
     layer, x = case
@@ -53,8 +56,30 @@ def test_both_ways_are_the_product_of_the_rows(case):
     inputs = layer.m - layer.has_bias
     for way in (by_patches, without_patches):
         moment = torch.zeros_like(theirs)
-        way(layer._pad(layer._batched(x)), axes_of(layer, layer._batched(x), Subset()), moment)
+        way(layer._pad(layer.batched(x)), axes_of(layer, layer.batched(x), Subset()), moment)
         assert close(moment[:, :, :inputs], theirs[:, :, :inputs])
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_spans_count_each_product_once(half, every):
+    """All small convolutions of one dimension: for each pair of offsets, the positions whose product is not known to be zero."""
+    for k, s, d, padding, size in itertools.product(range(1, 6), range(1, 5), range(1, 4), range(5), range(1, 9)):
+        if size + 2 * padding < d * (k - 1) + 1:
+            continue
+        layer = Conv("", nn.Conv1d(1, 1, k, s, padding, d))
+        (axis,) = axes_of(layer, torch.empty(1, 1, size), Subset(locations=every, shift=1))
+        expected, found = Counter(), Counter()
+        for u, v, r in itertools.product(range(k), range(k), range(axis.R)):
+            p, q = (axis.start + axis.s * r + d * offset for offset in (u, v))
+            if p in axis.data and q in axis.data and (v >= u or not half):
+                expected[u, v, p] += 1
+        for span in axis.spans(half):
+            for p, u, delta in itertools.product(span.positions, span.offsets, span.differences):
+                if u + delta in range(k) and p + d * delta in axis.data:
+                    found[u, u + delta, p] += 1
+            assert 0 <= span.seen(d).start <= span.seen(d).stop <= size + 2 * padding
+        assert found == expected
 
 
 @settings(max_examples=100)

@@ -52,9 +52,10 @@ def inside_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0 or torch._C._is_tracing()
 
 
-def batched_backward() -> bool:
-    """Is this backward pass one for many gradients at once (``is_grads_batched=True``, ``torch.func.vmap``)?"""
-    return bool(torch._C._are_functorch_transforms_active())
+def batched(e: Tensor) -> bool:
+    """Does this gradient stand for many at once (``is_grads_batched=True``, ``torch.func.vmap``)?"""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(e) or functorch.is_legacy_batchedtensor(e))
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:
@@ -70,6 +71,11 @@ def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """A module's own parameter of this name; None where it has none, or computes it (parametrizations)."""
     return module._parameters.get(name)
+
+
+def has_hooks(x: Tensor) -> bool:
+    """Has somebody registered hooks on the gradient of this tensor?"""
+    return bool(x._backward_hooks)
 
 
 def origin(x: Tensor) -> Tensor:

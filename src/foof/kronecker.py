@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foof import linalg
 from foof.layers import Layer
@@ -24,7 +24,7 @@ class InputInverse:
     """FOOF's preconditioner: ``X ↦ X (Σ + λI)⁻¹`` (Eq. 6), for rows ``X = A`` as for a gradient ``X = Eᵀ A``.
 
     Held as the inverse P ``(..., m, m)``, or as the Cholesky factor L where it is used too seldom to pay for the inverse,
-    or as a diagonal ``(m,)``.
+    or as a diagonal ``(m,)``. For wide layers Σ may be diagonal in k blocks of inputs, ``(k, ⌈m/k⌉, ⌈m/k⌉)``: see ``in_blocks``.
     """
 
     def __init__(self, held: str, tensor: Tensor) -> None:
@@ -48,6 +48,8 @@ class InputInverse:
         X = X.to(self.tensor.dtype)
         if self.held == "diagonal":
             return X * self.tensor
+        if X.dim() < self.tensor.dim():  # one matrix, in blocks of its inputs
+            return self.apply(in_blocks(X, len(self.tensor))).transpose(0, 1).flatten(1)[:, : X.shape[1]]
         return linalg.solve_right(X, self.tensor) if self.held == "cholesky" else X @ self.tensor
 
     def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
@@ -69,6 +71,12 @@ class InputInverse:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> InputInverse:
         return cls(state["held"], state["tensor"])
+
+
+def in_blocks(X: Tensor, k: int) -> Tensor:
+    """Rows ``(r, m)`` as k blocks of inputs ``(k, r, ⌈m/k⌉)``, the last filled up with zeros."""
+    size = -(-X.shape[1] // k)
+    return nn.functional.pad(X, (0, k * size - X.shape[1])).unflatten(1, (k, size)).transpose(0, 1)
 
 
 def per_datapoint_gradient(a: Tensor, e: Tensor, damping: float) -> Tensor:

@@ -55,7 +55,7 @@ def second_moment(layer: Conv, x: Tensor, subset: Subset | None = None) -> Tenso
     """
     subset = subset or Subset()
     with torch.autocast(x.device.type, enabled=False), full_precision(x.device):
-        x = layer._batched(x.detach())
+        x = layer.batched(x.detach())
         datapoints, every = len(x), subset.datapoints
         x = x[subset.shift % max(1, min(every, datapoints)) :: every]
         axes = axes_of(layer, x, subset)
@@ -138,16 +138,10 @@ def axes_of(layer: Conv, x: Tensor, subset: Subset) -> list[Axis]:
     return axes
 
 
-def count_rows(layer: Conv, x: Tensor) -> int:
-    """How many rows (patches) a convolution makes of ``x``, over all datapoints."""
-    x = layer._batched(x)
-    return len(x) * math.prod(axis.locations for axis in axes_of(layer, x, Subset()))
-
-
 def better_than_rows(layer: Conv, x: Tensor) -> bool:
     """Is the second moment better computed now than its rows kept? So where they are larger than it, or patches are the dearer way."""
-    x = layer._batched(x)
-    return count_rows(layer, x) > layer.m or cheaper_without_patches(x, axes_of(layer, x, Subset()), layer.groups)
+    x = layer.batched(x)
+    return len(x) * layer.locations(x) > layer.m or cheaper_without_patches(x, axes_of(layer, x, Subset()), layer.groups)
 
 
 def by_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
@@ -226,7 +220,7 @@ def _overlap(u: int, differences: range, k: int) -> tuple[slice, slice]:
 
 def _within(positions: range, data: range) -> range:
     before, after = max(0, data.start - positions.start), max(0, positions[-1] + 1 - data.stop)
-    return positions[-(-before // positions.step) : len(positions) + -after // positions.step]
+    return positions[-(-before // positions.step) : max(0, len(positions) + -after // positions.step)]
 
 
 def cheaper_without_patches(x: Tensor, axes: list[Axis], groups: int) -> bool:

@@ -112,7 +112,7 @@ class _Junction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         layer: Layer = ctx.layer
-        if _torch.batched_backward():
+        if _torch.batched(e):
             raise NotImplementedError(
                 f"{layer.label}: many gradients at once (is_grads_batched=True, vmap over a backward pass) cannot come through a layer "
                 "with an optimizer of foof on it: ask for one at a time, or call the optimizer's remove() first."
@@ -127,6 +127,8 @@ class _Junction(torch.autograd.Function):
                 pass_id = _torch.backward_pass_id() if ctx.within < 0 else ctx.within
                 visit = Visit(layer, x, e, lands, ctx.notes, ctx.mask, pass_id, weight if needs_x else None)
                 matrix, grad_x = ctx.receiver.receive(visit), visit.grad_x
+                if matrix is None and _torch.has_hooks(weight):  # which expect a gradient
+                    grad_weight = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
                 if matrix is not None:
                     grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
                     if grad_bias is not None:

@@ -83,10 +83,10 @@ class FisherGradients(FisherRows):
 
 def projected_squares(inverse: EigenInverse, a: Tensor, errors: Sequence[Tensor]) -> Tensor:
     """``Σ_i Σ_k (U_Eᵀ E_ikᵀ A_i U_A)^∘2`` ``(..., n, m)``. a ``(..., N, R, m)``, each of the errors ``(..., N, R, n)``."""
-    A = inverse.right(a)
+    A = inverse.right(a.flatten(-3, -2)).unflatten(-2, a.shape[-3:-1])
     total = torch.zeros((), dtype=A.dtype, device=A.device)
     for e in errors:
-        E = inverse.left(e)
+        E = inverse.left(e.flatten(-3, -2)).unflatten(-2, e.shape[-3:-1])
         if A.shape[-2] == 1:  # (e aᵀ)² = e² (a²)ᵀ
             total = total + E.squeeze(-2).square().mT @ A.squeeze(-2).square()
             continue

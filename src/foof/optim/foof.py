@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from foof.optim.base import NeuronOptimizer
-from foof.optim.checks import Fallback
+from foof.optim.checks import Fallback, mean_over_rows
 from foof.optim.engine import Engine
 from foof.optim.estimators import InputMoments
 from foof.statistics import Schedule
@@ -33,6 +33,10 @@ class FOOF(NeuronOptimizer):
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``.
         groups: parameters with their own lr, damping, relative, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``. For those
             that are not covered the weight_decay holds, and the lr where the whole group is not.
+        blocks: into how many diagonal blocks Σ is split, for layers with very many inputs; ``"auto"``: as few as keep a layer's
+            statistics within a gibibyte.
+        loss_average: ``"batch"``: the loss is a mean over datapoints; ``"batch+sequence"``: over their rows (tokens), too, as language
+            losses are. Then Σ is such a mean as well, and lr and damping mean the same at any length.
         exclude: names of modules to leave to the fallback optimizer.
         maximize: ascend instead.
         process_group: with whom to share statistics and inversions; None: everyone in the default group, False: nobody.
@@ -40,8 +44,10 @@ class FOOF(NeuronOptimizer):
 
     def __init__(self, model: nn.Module, lr: float = 0.3, damping: float | str = 1.0, *, relative: bool = False,
                  momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100, S: int | None = None,
-                 rest: Fallback = "adamw", groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
-                 maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
-        engine = Engine(model, lambda _: InputMoments(), Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
+                 blocks: int | str = 1, loss_average: str = "batch", rest: Fallback = "adamw",
+                 groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
+                 process_group: Any = None) -> None:  # fmt: skip
+        estimator = InputMoments(mean_over_rows(loss_average), blocks)
+        engine = Engine(model, lambda _: estimator, Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
         defaults = {"lr": lr, "damping": damping, "relative": relative, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(engine, defaults, groups, rest, maximize)
