@@ -439,22 +439,6 @@ def test_an_optimizer_that_is_attached_and_forgotten_says_so():
     opt.remove()
 
 
-def test_ddps_join_is_refused_rather_than_an_abort():
-    """Seen from one process; ``tests/test_distributed_faults.py`` has it on two."""
-    from foof import _torch
-
-    model = net()
-    opt = foof.FOOF(model, T=1)
-    seen = opt.preconditioner
-    original = _torch.joins_uneven_inputs
-    _torch.joins_uneven_inputs = lambda _: True
-    try:
-        with pytest.raises(RuntimeError, match=r"join\(\)"):
-            seen.synchronise()
-    finally:
-        _torch.joins_uneven_inputs = original
-
-
 # --- what people expect -----------------------------------------------------------------------------------------------------
 
 

@@ -135,6 +135,11 @@ class Engine:
     def prepare(self) -> None:
         """Before the update: make every covered ``.grad`` that is not yet the method's gradient so."""
         check_unchanged(self.blocks)
+        if self.wrapper is not self.model and _torch.joins_uneven_inputs(self.wrapper):
+            raise RuntimeError(
+                "inside DistributedDataParallel's join() ranks that have run out of data do not take part in averaging the statistics: "
+                "give all ranks equally many batches (DistributedSampler pads), and leave join() out."
+            )
         self.ledgers, plain = self.step.settle(), dict[Block, Ledger | None]()
         for block in self.blocks:
             if block.weight.grad is None:
@@ -252,11 +257,6 @@ class Engine:
     @torch.no_grad()
     def synchronise(self) -> None:
         """Average the statistics over the process group; see ``foof.optim.sharing``. Alone: nothing."""
-        if _torch.joins_uneven_inputs(self.wrapper):
-            raise RuntimeError(
-                "inside DistributedDataParallel's join() ranks that have run out of data do not take part in averaging the statistics: "
-                "give all ranks equally many batches (DistributedSampler pads), and leave join() out."
-            )
         sharing.synchronise(self.blocks, set(), self.process_group, self.estimator)
 
     def _invert(self, blocks: list[Block]) -> None:
