@@ -227,17 +227,13 @@ class Average:
 
     decay: float
     history: list[Tensor] = field(default_factory=list)
+    value: Tensor | None = None
 
     def fold(self, seen: Moment) -> None:
         if seen.total is not None and seen.datapoints and bool(seen.total.isfinite().all()):
             self.history.append(seen.total / seen.datapoints)
-
-    @property
-    def value(self) -> Tensor | None:
-        if not self.history:
-            return None
-        weights = [self.decay ** (len(self.history) - 1 - s) for s in range(len(self.history))]  # 0⁰ = 1
-        return sum(w * x for w, x in zip(weights, self.history, strict=True)) / sum(weights)  # type: ignore[return-value]
+            weights = [self.decay ** (len(self.history) - 1 - s) for s in range(len(self.history))]  # 0⁰ = 1
+            self.value = sum(w * x for w, x in zip(weights, self.history, strict=True)) / sum(weights)
 
 
 @dataclass(eq=False)
@@ -861,6 +857,8 @@ def agree(what: str, ours: Tensor | None, theirs: Tensor | None) -> None:
     if ours is None or theirs is None:
         if ours is not theirs:
             raise Mismatch(f"{what}: there is {'none' if ours is None else 'one'}, the twin has {'none' if theirs is None else 'one'}.")
+        return
+    if torch.equal(ours, theirs):
         return
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     error = (ours - theirs).abs().masked_fill(same, 0).nan_to_num(math.inf).max().item() if ours.numel() else 0.0

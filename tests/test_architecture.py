@@ -19,7 +19,7 @@ ROOMS = {
     "layers": "layers covering patches",
     "statistics": "statistics kronecker",  # second moments, and damped inverses made of them
     "passes": "likelihood tap gradients passes",  # where a and e meet, and who looks on
-    "fisher": "gram woodbury fisher laplace ewc implicit",  # G Gᵀ, its damped inverse, and what these are for
+    "fisher": "gram woodbury conjugate fisher laplace ewc implicit",  # G Gᵀ, its damped inverse, and what these are for
     "explain": "explain",
     "optim": "optim.*",
     "public": "foof",
