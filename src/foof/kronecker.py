@@ -7,6 +7,7 @@ gradient, ``gradient`` from the inputs and errors at hand, by the cheaper way).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from foof import linalg
 from foof.layers import Layer
 from foof.statistics import wide
+
+Plain = Callable[[torch.dtype], Tensor]  # the plain gradient ``Eᵀ A`` in a precision
 
 
 class InputInverse:
@@ -49,15 +52,18 @@ class InputInverse:
             return self.apply(in_blocks(X, len(self.tensor))).transpose(0, 1).flatten(1)[:, : X.shape[1]]
         return linalg.solve_right(X, self.tensor) if self.held == "cholesky" else X @ self.tensor
 
-    def gradient(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor:
-        """``Eᵀ (A P)`` costs 2·rows·m², ``(Eᵀ A) P`` costs 2·n·m²: the neuron gradient ``(..., n, m)`` by the cheaper one."""
+    def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
+        """``Eᵀ (A P)`` costs 2·rows·m², ``(Eᵀ A) P`` costs 2·n·m²: the neuron gradient ``(..., n, m)`` by the cheaper one.
+
+        plain: who computes ``Eᵀ A``, if it is needed; without, the layer.
+        """
         e = e.to(wide(e.dtype))
         if not layer.diagonal:
             x = x.to(e.dtype)
             if layer.rows(e) < layer.n:
                 A, E = layer.input_rows(x).flatten(-3, -2), layer.error_rows(e).flatten(-3, -2)
                 return E.mT @ self.apply(A)
-        return self.apply(layer.weight_gradient(x, e))
+        return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
 
     def state_dict(self) -> dict[str, str | Tensor]:
         return {"held": self.held, "tensor": self.tensor.clone()}
@@ -125,15 +131,15 @@ class TwoSided(ABC):
         """The update for a gradient ``(..., n, m)``."""
         return self.finish(self.right(self.left(G.mT).mT))
 
-    def gradient(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor:
-        """The update ``(..., n, m)`` from a layer's input and the gradient of its output, by the cheapest way."""
+    def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
+        """The update ``(..., n, m)`` from a layer's input and the gradient of its output, by the cheapest way; plain as above."""
         e = e.to(wide(e.dtype))
         rows = layer.rows(e)
         errors_first, inputs_first = rows < layer.m, rows < layer.n and not layer.diagonal
         if not layer.diagonal:
             x = x.to(e.dtype)
         if not (errors_first or inputs_first):
-            return self.apply(layer.weight_gradient(x, e))
+            return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
         E = layer.error_rows(e).flatten(-3, -2)
         if errors_first:
             E = self.left(E)

@@ -89,6 +89,10 @@ class Layer(ABC):
         A, E = self.input_rows(x).flatten(-3, -2), self.error_rows(e).flatten(-3, -2)
         return E.mT @ A
 
+    def gradients(self, x: Tensor, e: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """``dL/dx`` and ``Eᵀ A``, for a layer that can compute both at once."""
+        return self.input_gradient(x, e, weight), self.weight_gradient(x, e)
+
     def bias_gradient(self, e: Tensor) -> Tensor:
         """The plain gradient of the bias: the errors summed over all rows, ``(G·n,)``."""
         return self.error_rows(e).flatten(-3, -2).sum(-2).flatten()
@@ -209,16 +213,23 @@ class Conv(Layer):
                 padded = self._pad(source)
             gradient = self._backward(padded.detach(), e, weight, [0] * self.spatial, (True, False))[0]
             gradient = torch.autograd.grad(padded, source, gradient)[0]
-        return gradient.reshape(x.shape)
+        return gradient if x.dim() == gradient.dim() else gradient[0]
 
     def weight_gradient(self, x: Tensor, e: Tensor) -> Tensor:
         x, padding = self.batched(x), self.native_padding
         if padding is None:
             x, padding = self._pad(x), [0] * self.spatial
         shape_only = x.new_empty(()).expand(self.weight_shape)
-        gradient = self._backward(x, e, shape_only, padding, (False, True))[1]
-        bias = self.batched(e).flatten(2).sum((0, 2)) if self.has_bias else None
-        return self.join(gradient, bias)
+        return self._joined(self._backward(x, e, shape_only, padding, (False, True))[1], e)
+
+    def gradients(self, x: Tensor, e: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if self.native_padding is None:
+            return super().gradients(x, e, weight)
+        of_x, of_weight = self._backward(self.batched(x), e, weight, self.native_padding, (True, True))[:2]
+        return of_x if x.dim() == of_x.dim() else of_x[0], self._joined(of_weight, e)
+
+    def _joined(self, of_weight: Tensor, e: Tensor) -> Tensor:
+        return self.join(of_weight, self.batched(e).flatten(2).sum((0, 2)) if self.has_bias else None)
 
     def _backward(self, x: Tensor, e: Tensor, weight: Tensor, padding: list[int], wanted: tuple[bool, bool]) -> Any:
         """(input gradient, weight gradient) by the convolution's own backward kernels."""

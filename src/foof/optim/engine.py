@@ -105,10 +105,10 @@ class Engine:
             ledger.inverse = self._provisional_inverse(block, ledger)
         inverse = block.inverse or ledger.inverse
         if inverse is None or ledger.plain or self.estimator.leaves_plain(block):
-            gradient = layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
+            gradient = visit.plain_gradient(e.dtype)
             ledger.leave_plain(gradient, watch=not self._sharded)
         else:
-            gradient = inverse.gradient(layer, x, e)
+            gradient = inverse.gradient(layer, x, e, visit.plain_gradient)
         if self._bypass is not None and not (self._sharded or self.estimator.plain or block.shares_weight):
             if block not in self._bypass:
                 self._bypass[block] = Bypass(block.weight)

@@ -21,7 +21,7 @@ from foof.likelihood import Labels, Likelihood, make_generator, restore
 from foof.optim.block import Block
 from foof.optim.step import Ledger
 from foof.passes import call_model
-from foof.patches import second_moment
+from foof.patches import better_than_rows, second_moment
 from foof.statistics import EACH_ROW, Gathered, Schedule, wide
 from foof.tap import Receiver, Visit, inputs_seen, layers_behind
 
@@ -172,9 +172,9 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | No
         datapoints = rows.numel() if mean_over_rows else len(x) if x.dim() else 1
         gathered.add_moment(layer.counts(rows), datapoints, EACH_ROW if mean_over_rows else pass_id)
         return
-    if isinstance(layer, Conv) and mask is None and blocks == 1 and (locations := layer.locations(x)) * len(layer.batched(x)) > layer.m:
+    if isinstance(layer, Conv) and mask is None and blocks == 1 and better_than_rows(layer, x):
         datapoints = len(layer.batched(x))
-        count, of = (datapoints * locations, EACH_ROW) if mean_over_rows else (datapoints, pass_id)
+        count, of = (datapoints * layer.locations(x), EACH_ROW) if mean_over_rows else (datapoints, pass_id)
         gathered.add_moment(second_moment(layer, x), count, of)  # by patches or without, whichever is cheaper
         return
     a = layer.input_rows(x)
