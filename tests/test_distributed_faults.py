@@ -58,7 +58,7 @@ def faults(rank):
     weights = flat(model)
     model(torch.zeros(0, 5, dtype=torch.float64)).sum().backward()
     opt.step()
-    found["all empty changes nothing"] = torch.equal(flat(model), weights)
+    found["all empty changes nothing"] = torch.allclose(flat(model), (1 - 0.1 * 0.01) * weights)  # but for the decay
     model, opt = make("mlp", "foof T=1", wrap=ddp)  # rank 1 has a batch with NaN
     train(model, opt, "mlp", 0, 3, rank, 2)
     before, weights = opt.preconditioner.blocks[0].moments["Sigma"].value.clone(), flat(model)
