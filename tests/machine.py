@@ -227,17 +227,13 @@ class Average:
 
     decay: float
     history: list[Tensor] = field(default_factory=list)
+    value: Tensor | None = None
 
     def fold(self, seen: Moment) -> None:
         if seen.total is not None and seen.datapoints and bool(seen.total.isfinite().all()):
             self.history.append(seen.total / seen.datapoints)
-
-    @property
-    def value(self) -> Tensor | None:
-        if not self.history:
-            return None
-        weights = [self.decay ** (len(self.history) - 1 - s) for s in range(len(self.history))]  # 0⁰ = 1
-        return sum(w * x for w, x in zip(weights, self.history, strict=True)) / sum(weights)  # type: ignore[return-value]
+            weights = [self.decay ** (len(self.history) - 1 - s) for s in range(len(self.history))]  # 0⁰ = 1
+            self.value = sum(w * x for w, x in zip(weights, self.history, strict=True)) / sum(weights)
 
 
 @dataclass(eq=False)
@@ -309,9 +305,10 @@ Estimate = dict[Matrix, dict[str, Moment]]  # what update_curvature has seen
 class Graph:
     """A forward pass of both models, still to be differentiated."""
 
-    out: Tensor  # of the model with the optimizer
     x: Tensor
     y: Tensor
+    out: Tensor  # of the model with the optimizer
+    twin_x: Tensor
     twin_out: Tensor
     calls: list[Call]
     estimates: list[Any] = field(default_factory=list)
@@ -556,9 +553,7 @@ class Twin:
         return [
             matrix.name
             for matrix, mine in self.ready().items()
-            if matrix.inverse is None
-            and self._first_inverse(matrix, mine) is None
-            and bool((matrix.modules[0].weight.grad != 0).any())
+            if matrix.inverse is None and self._first_inverse(matrix, mine) is None and bool((matrix.modules[0].weight.grad != 0).any())
         ]
 
     def step(self) -> None:
@@ -692,8 +687,11 @@ class Loop:
         x, y = self.case.batch(seed, size)
         if poison and x.is_floating_point():
             x[0] = float("nan")
-        twin_out, calls = self.twin.forward(x)
-        graph = Graph(self.model(x), x, y, twin_out, calls)
+        twin_x = x.clone()
+        for each in (x, twin_x):
+            each.requires_grad_(x.is_floating_point())
+        out, (twin_out, calls) = self.model(x), self.twin.forward(twin_x)
+        graph = Graph(x, y, out, twin_x, twin_out, calls)
         self.graphs.append(graph)
         return graph
 
@@ -701,11 +699,26 @@ class Loop:
         self.opt.update_curvature(graph.out, graph.y)
         self.twin.update_curvature(graph)
 
+    def update_curvature_from_inputs(self, seed: int, size: int) -> None:
+        """The natural gradient's Fisher from a batch of its own."""
+        x, y = self.case.batch(seed, size)
+        self.opt.update_curvature(inputs=x, y=y)
+        twin_out, calls = self.twin.forward(x)
+        self.twin.update_curvature(Graph(x, y, twin_out, x, twin_out, calls))
+
     def backward(self, graph: Graph, share: float = 1.0, retain: bool = False) -> None:
         graph.loss(graph.out, share).backward(retain_graph=retain)
         self.twin.backward(graph, share)
         if not retain:
             self.graphs.remove(graph)
+            with torch.no_grad():
+                graph.x.zero_()  # a buffer for the next batch
+
+    def saliency(self, graph: Graph) -> None:
+        """The gradient of the inputs, which passes the weights by."""
+        if graph.x.requires_grad:
+            ours, theirs = torch.autograd.grad(graph.loss(graph.out, 1.0), graph.x, retain_graph=True), graph.loss(graph.twin_out, 1.0)
+            agree("gradient of the inputs", ours[0], torch.autograd.grad(theirs, graph.twin_x, retain_graph=True)[0])
 
     def autograd_grad(self, graph: Graph, assign: bool = False) -> None:
         """Gradients that are looked at and thrown away, or assigned by hand."""
@@ -755,17 +768,35 @@ class Loop:
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        if self.twin.unseen():
-            try:
-                self.opt.step()
-            except (ValueError, RuntimeError):
-                return  # and nothing has changed
-            raise Mismatch(f"a step without statistics of {', '.join(self.twin.unseen())} was taken.")
+        unseen, refusal = self.twin.unseen(), None
         if self.method.kind == "natural" and self.twin.fisher is None and not self.twin.ready():
             return  # with zeroed gradients and no Fisher: refused or not, it does not matter
-        self.opt.step()
+        try:
+            self.opt.step()
+        except (ValueError, RuntimeError) as error:
+            refusal = error
+        if unseen and refusal is None:
+            raise Mismatch(f"a step without statistics of {', '.join(unseen)} was taken.")
+        if refusal is not None and not unseen:
+            raise Mismatch(f"the step was refused: {refusal}") from refusal
+        if refusal is not None:
+            return  # and nothing has changed
         self.twin.step()
         self.graphs = []  # their weights have changed
+
+    def step_with_closure(self, seed: int, size: int) -> None:
+        """The closure zeroes gradients, calls the model and goes backward."""
+
+        def closure() -> Tensor:
+            self.zero_grad()
+            graph = self.forward(seed, size)
+            self.update_curvature(graph)
+            self.backward(graph)
+            return graph.loss(graph.out.detach(), 1.0)
+
+        self.opt.step(closure)
+        self.twin.step()
+        self.graphs = []
 
     # --- settings -------------------------------------------------------------------------------------------------------------
 
@@ -827,6 +858,8 @@ def agree(what: str, ours: Tensor | None, theirs: Tensor | None) -> None:
         if ours is not theirs:
             raise Mismatch(f"{what}: there is {'none' if ours is None else 'one'}, the twin has {'none' if theirs is None else 'one'}.")
         return
+    if torch.equal(ours, theirs):
+        return
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     error = (ours - theirs).abs().masked_fill(same, 0).nan_to_num(math.inf).max().item() if ours.numel() else 0.0
     scale = max(1.0, theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 1.0)
@@ -838,6 +871,11 @@ def agree(what: str, ours: Tensor | None, theirs: Tensor | None) -> None:
 
 SEEDS, SIZES = st.integers(0, 99), st.integers(1, 4)
 WHICH, WHOSE = st.integers(0, 2), st.sampled_from(["optimizer", "model"])
+BETWEEN = ["nothing", "nothing", "another graph's gradient", "another graph's estimate", "evaluate", "initialise"]  # forward and backward
+BEFORE_STEP = ["nothing", *BETWEEN, "clip", "forget", "freeze", "lr", "damping", "checkpoint"]
+MEANWHILE = [
+    "evaluate", "initialise", "freeze", "thaw", "lr", "damping", "checkpoint", "step with a closure", "a Fisher from inputs",
+]  # fmt: skip
 
 
 def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedStateMachine]:
@@ -852,8 +890,10 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
             ema=st.sampled_from([0.5, 0.9, 0.0]),
             momentum=st.sampled_from([0.0, 0.9]),
             weight_decay=st.sampled_from([0.0, 0.1]),
+            whose=WHOSE,
         )
-        def start(self, case: str, schedule: tuple[int, int], ema: float, momentum: float, weight_decay: float) -> None:
+        def start(self, case: str, schedule: tuple[int, int], ema: float, momentum: float, weight_decay: float, whose: str) -> None:
+            self.whose = whose  # zero_grad() is usually called
             self.loop = Loop(method, case, Setting(*schedule, ema=ema, momentum=momentum, weight_decay=weight_decay))
 
         def graph(self, which: int) -> Graph:
@@ -862,54 +902,79 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
         def has_graph(self) -> bool:
             return bool(self.loop.graphs)
 
-        # Whole steps, as people write them.
+        # Whole steps, as people write them, with something in between.
 
-        @rule(seed=SEEDS, size=SIZES, parts=st.integers(1, 2), late=st.booleans(), whose=WHOSE, clip=st.booleans())
-        def train(self, seed: int, size: int, parts: int, late: bool, whose: str, clip: bool) -> None:
-            """``late``: gradients are zeroed between the first forward and backward pass."""
+        @rule(
+            seed=SEEDS, size=SIZES, parts=st.integers(1, 2), zero=st.sampled_from(["first", "late", "last"]), estimate=st.integers(0, 4),
+            between=st.sampled_from(BETWEEN), before_step=st.sampled_from(BEFORE_STEP), number=SEEDS,
+        )  # fmt: skip
+        def train(self, seed: int, size: int, parts: int, zero: str, estimate: int, between: str, before_step: str, number: int) -> None:
+            """Gradients are zeroed ``first``, ``late`` (between the first forward and backward pass), or ``last``, after the step."""
             loop = self.loop
-            if not late:
-                loop.zero_grad(whose)
+            if zero == "first":
+                loop.zero_grad(self.whose)
             graphs = [loop.forward(seed + part, size + part) for part in range(parts)]
-            for number, graph in enumerate(graphs):
-                loop.update_curvature(graph)
-                if late and number == 0:
-                    loop.zero_grad(whose)
+            for part, graph in enumerate(graphs):
+                if estimate:
+                    loop.update_curvature(graph)
+                if zero == "late" and part == 0:
+                    loop.zero_grad(self.whose)
+                if part == 0:
+                    self.intrude(between, number)
                 loop.backward(graph, 1 / parts)
-            if clip:
-                loop.clip(0.1)
+            self.intrude(before_step, number)
             loop.step()
+            if zero == "last":
+                loop.zero_grad(self.whose)
             loop.check()
 
-        @rule(seed=SEEDS, size=SIZES, estimate=st.booleans(), whose=WHOSE, early=st.booleans())
-        def train_on_one_batch(self, seed: int, size: int, estimate: bool, whose: str, early: bool) -> None:
-            """Gradients are zeroed after the step, or ``early``, before the forward pass."""
+        @rule(
+            seeds=st.lists(SEEDS, min_size=1, max_size=3), size=SIZES, skipped=st.integers(0, 2), estimate=st.integers(0, 4),
+            backward=st.integers(0, 2), poison=st.booleans(),
+        )  # fmt: skip
+        def train_but_skip_one(self, seeds: list[int], size: int, skipped: int, estimate: int, backward: int, poison: bool) -> None:
+            """A few steps, one of which is not taken, with or without a backward pass: its loss was NaN, for example."""
             loop = self.loop
-            if early:
-                loop.zero_grad(whose)
-            graph = loop.forward(seed, size)
-            if estimate:
-                loop.update_curvature(graph)
-            loop.backward(graph)
-            loop.step()
-            if not early:
-                loop.zero_grad(whose)
-            loop.check()
+            for number, seed in enumerate(seeds):
+                graph = loop.forward(seed, size, poison and number == skipped)
+                if estimate:
+                    loop.update_curvature(graph)
+                if number != skipped or backward:
+                    loop.backward(graph)
+                else:
+                    loop.graphs.remove(graph)
+                if number != skipped:
+                    loop.step()
+                loop.zero_grad(self.whose)
+                loop.check()
 
-        @rule(seed=SEEDS, size=SIZES, estimate=st.booleans(), backward=st.booleans(), poison=st.booleans(), whose=WHOSE, zero=st.booleans())
-        def skip(self, seed: int, size: int, estimate: bool, backward: bool, poison: bool, whose: str, zero: bool) -> None:
-            """A batch that is not trained on after all. ``zero``: before it, too."""
-            loop = self.loop
-            if zero:
-                loop.zero_grad(whose)
-            graph = loop.forward(seed, size, poison)
-            if estimate:
-                loop.update_curvature(graph)
-            if backward:
-                loop.backward(graph)
-            else:
+        def intrude(self, what: str, number: int) -> None:
+            """Something else that happens during training. What is changed of the model must wait for the end of a backward pass."""
+            loop, layers = self.loop, self.loop.case.freezable
+            if what in ("another graph's gradient", "another graph's estimate") and not loop.case.graph_only:
+                graph = loop.forward(number, 2)
+                (loop.autograd_grad if what.endswith("gradient") else loop.update_curvature)(graph)
                 loop.graphs.remove(graph)
-            loop.zero_grad(whose)
+            elif what == "evaluate":
+                loop.evaluate(number, 3)
+            elif what == "initialise" and METHODS[method].kind != "natural":
+                loop.initialise([number], 3)
+            elif what == "clip":
+                loop.clip(0.1)
+            elif what == "forget":
+                loop.forget(number)
+            elif what in ("freeze", "thaw"):
+                loop.freeze(layers[number % len(layers)], what == "freeze")
+            elif what == "lr":
+                loop.set_lr((0.5, 2.0)[number % 2])
+            elif what == "damping":
+                loop.set_damping((0.2, 0.5, 1.0)[number % 3])
+            elif what == "checkpoint":
+                loop.checkpoint()
+            elif what == "step with a closure":
+                loop.step_with_closure(number, 3)
+            elif what == "a Fisher from inputs" and METHODS[method].kind == "natural":
+                loop.update_curvature_from_inputs(number, 3)
             loop.check()
 
         # Their parts, in any order.
@@ -935,9 +1000,12 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
             self.loop.check()
 
         @precondition(lambda self: self.loop.graphs and not self.loop.case.graph_only)
-        @rule(which=WHICH, assign=st.booleans())
-        def autograd_grad(self, which: int, assign: bool) -> None:
-            self.loop.autograd_grad(self.graph(which), assign and self.loop.may_assign)
+        @rule(which=WHICH, what=st.sampled_from(["looked at", "assigned", "of the inputs"]))
+        def autograd_grad(self, which: int, what: str) -> None:
+            if what == "of the inputs":
+                self.loop.saliency(self.graph(which))
+            else:
+                self.loop.autograd_grad(self.graph(which), what == "assigned" and self.loop.may_assign)
             self.loop.check()
 
         @rule()
@@ -962,27 +1030,9 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
 
         # What else happens during training.
 
-        @rule(what=st.sampled_from(["evaluate", "freeze", "thaw", "lr", "damping", "checkpoint"]), number=SEEDS)
+        @rule(what=st.sampled_from(MEANWHILE), number=SEEDS)
         def meanwhile(self, what: str, number: int) -> None:
-            loop, layers = self.loop, self.loop.case.freezable
-            if what == "evaluate":
-                loop.evaluate(number, 3)
-            elif what in ("freeze", "thaw"):
-                loop.freeze(layers[number % len(layers)], what == "freeze")
-            elif what == "lr":
-                loop.set_lr((0.5, 2.0)[number % 2])
-            elif what == "damping":
-                loop.set_damping((0.2, 0.5, 1.0)[number % 3])
-            else:
-                loop.checkpoint()
-            loop.check()
-
-        if METHODS[method].kind != "natural":
-
-            @rule(seeds=st.lists(SEEDS, min_size=1, max_size=2), size=SIZES)
-            def initialise(self, seeds: list[int], size: int) -> None:
-                self.loop.initialise(seeds, size)
-                self.loop.check()
+            self.intrude(what, number)
 
     Machine.__name__ = Machine.__qualname__ = f"{method} loops"
     return Machine

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
+import foof
+from foof._moved import MOVED
+
 SRC = Path(__file__).parents[1] / "src" / "foof"
 
 # The rooms, and the files in each. A room of the same name as a folder holds all of it.
 ROOMS = {
-    "ground": "_torch notices vectors linalg distributed",  # torch itself, and tensors in, tensors out
+    "ground": "_torch _moved notices vectors linalg distributed",  # torch itself, and tensors in, tensors out
     "layers": "layers covering patches",
     "statistics": "statistics kronecker",  # second moments, and damped inverses made of them
     "passes": "likelihood tap gradients passes",  # where a and e meet, and who looks on
-    "fisher": "gram woodbury fisher laplace ewc implicit",  # G Gᵀ, its damped inverse, and what these are for
+    "fisher": "gram woodbury conjugate fisher laplace ewc implicit",  # G Gᵀ, its damped inverse, and what these are for
     "explain": "explain",
     "optim": "optim.*",
     "public": "foof",
@@ -37,7 +40,7 @@ EDGES = {
     "fisher": "ground layers statistics passes",
     "explain": "ground layers passes",
     "optim": "ground layers statistics passes fisher explain",
-    "public": "statistics fisher explain optim",
+    "public": "ground statistics fisher explain optim",
     "study.data": "",
     "study.train": "public layers statistics passes optim study.data",
     "study.search": "study.train",
@@ -114,7 +117,7 @@ def test_no_way_leads_in_a_circle():
 
 PRIVATE = (
     r"torch\._[a-zA-Z]|_will_engine_execute_node|_disable_dynamo|\._version\b|\._base\b|_backward_cls|\._forward_hooks|_orig_mod|"
-    r"_join_config|\._parameters\b|_reversed_padding|_DropoutNd|_BatchNorm"
+    r"_join_config|\._parameters\b|_reversed_padding|_DropoutNd|_BatchNorm|_backward_hooks"
 )
 
 
@@ -137,3 +140,21 @@ def test_the_library_needs_torch_alone():
     new = {m.partition(".")[0] for m in set(loaded) - set(already)} - set(sys.stdlib_module_names)
     assert new <= {"foof", "torch", "numpy"}
     assert not [m for m in loaded if m.startswith("foof.study")]
+
+
+def test_moved_modules_say_where_they_are_now():
+    """However they are asked for: imported, from their package or from inside them, or as an attribute."""
+    for old, new in MOVED.items():
+        assert old.removeprefix("foof.") not in IMPORTS, f"{old} is there"
+        assert new.removeprefix("foof.") in IMPORTS
+        package, _, name = old.rpartition(".")
+        for code in (f"import {old}", f"from {old} import anything", f"from {package} import {name}"):
+            with pytest.raises(ImportError, match=f"{old} is now {new}"):
+                exec(code, {})
+    for of in (foof, foof.optim):
+        with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+            of.nonsense  # noqa: B018
+    with pytest.raises(AttributeError, match=r"foof\.measures is now foof\.study\.train\.updates"):
+        foof.measures  # noqa: B018
+    with pytest.raises(AttributeError, match=r"foof\.optim\.preconditioner is now foof\.optim\.engine"):
+        foof.optim.preconditioner  # noqa: B018

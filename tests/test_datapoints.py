@@ -148,6 +148,59 @@ def test_no_rounding_is_mistaken_for_another_datapoint(dtype: torch.dtype) -> No
     opt.update_curvature(model(x))
 
 
+# --- inputs that all datapoints have in common ---------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """One table for all datapoints, and something made of it."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.table, self.mixed, self.head = nn.Embedding(L, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        where = torch.arange(x.shape[1])
+        table = self.table(where if self.form == "(L,)" else where.unsqueeze(0))
+        if self.form == "written into":
+            table += 1
+        return self.head((x + self.mixed(table.tanh())).tanh()).sum(1)
+
+
+@pytest.mark.parametrize("rows", [1, 3, L])
+@pytest.mark.parametrize("form", ["(L,)", "(1, L)", "written into"])
+@pytest.mark.parametrize("labels", ["mc", "full"])
+def test_a_table_of_positions_is_each_datapoint_s(form: str, rows: int, labels: str) -> None:
+    """Also where there are as many datapoints as positions."""
+    model, x = made({form: lambda: Positions(form)}, form, rows=rows)
+    F = foof.Fisher(model, x, labels, generator=5)
+    if labels == "full":
+        expected = oracle.full_fisher(model, x, F.params, "categorical")
+    else:
+        p = model(x).detach().softmax(-1)
+        y = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(5)).squeeze(1)
+        expected = oracle.fisher_of_errors(model, x, F.params, p - nn.functional.one_hot(y, 3))
+    assert oracle.relative_error(F.dense(), expected) < 1e-9
+    opt = foof.NaturalGradient(model, lr=1.0, damping=0.1, fisher="full")
+    opt.update_curvature(inputs=x)
+    model(x).square().mean().backward()
+    assert opt.step() is None
+
+
+def test_dropout_is_the_same_in_the_second_forward_pass() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Positions("(1, L)"), nn.Dropout(0.5), nn.Linear(3, 3)).double(), torch.randn(5, L, WIDTH).double()
+    with pytest.warns(UserWarning, match="training mode"):
+        foof.Fisher(model, x, "full")
+
+
+def test_from_outputs_a_table_of_positions_is_refused_with_what_to_do() -> None:
+    model, x = made({"": lambda: Positions("(1, L)")}, "")
+    opt = foof.NaturalGradient(model)
+    with pytest.raises(ValueError, match=r"is not the 6 datapoints.*update_curvature\(inputs=\.\.\.\)"):
+        opt.update_curvature(model(x))
+
+
 def test_outputs_that_are_nan_stay_nan() -> None:
     x = torch.randn(5, 3)
     x[2] = float("nan")

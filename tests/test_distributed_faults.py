@@ -200,11 +200,20 @@ def refuse(rank):
         parallel(torch.randn(2, 5))
     told.append(str(error.value))
     opt.remove()
+    uneven = ddp(mlp(5, 4, 3))
+    opt = foof.FOOF(uneven, T=1)
+    with pytest.raises(RuntimeError) as error, uneven.join():  # noqa: PT012
+        for _ in range(2 + rank):
+            opt.zero_grad()
+            uneven(torch.randn(2, 5)).sum().backward()
+            opt.step()
+    told.append(str(error.value))
     return told
 
 
 def test_what_cannot_be_done_is_refused():
-    for kfac, natural, parallel in run(refuse, 2):
+    for kfac, natural, parallel, joined in run(refuse, 2):
         assert "use FOOF, or DistributedDataParallel" in kfac
         assert "Use FOOF or KFAC here" in natural
         assert "exclude=['0']" in parallel
+        assert "leave join() out" in joined

@@ -41,7 +41,7 @@ def functions_of(file):
 
 
 def features():
-    """(feature, its four cells, the tests named for it) of docs/features.md."""
+    """(feature, its cells, the tests named for it) of docs/features.md."""
     text = (DOCS / "features.md").read_text(encoding="utf-8")
     tests = dict(re.findall(r"^- \*\*(.*)\*\*: (.*)$", text, flags=re.M))
     for row in re.findall(r"^\| (?!\|)(.*) \|$", text, flags=re.M):
@@ -70,6 +70,60 @@ def test_exceptions_are_not_ticked():
                 assert not parameter or cell.startswith("✓") == ((parameter, name) not in EXCEPTIONS), f"{parameter}, {name}: {cell}"
             seen.add(parameter)
     assert {feature.__name__ for feature in FEATURES} <= seen
+
+
+def texts(node):
+    """Strings inside a node, with … for what is formatted into them."""
+    if isinstance(node, ast.Constant):
+        yield from [node.value] if isinstance(node.value, str) else []
+    elif isinstance(node, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from texts(child)
+
+
+def said():
+    """What the library, without the study, raises and warns of in so many words; and every string in it."""
+    found, everything = set(), set()
+    for path in (ROOT / "src" / "foof").rglob("*.py"):
+        if "study" in path.parts or path.name == "cli.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        everything.update(texts(tree))
+        for node in ast.walk(tree):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if isinstance(call, ast.Call) and (call is not node or ast.unparse(call.func).endswith("warn")):
+                found.update(text for arg in call.args if isinstance(arg, (ast.Constant, ast.JoinedStr)) for text in texts(arg))
+    return found, everything
+
+
+INTERNAL = ("autograd never asks for one", "object has no attribute", "… has no …: …")  # never seen, or not a problem's
+
+
+def test_every_refusal_and_warning_is_on_the_page():
+    """And the page quotes nothing that is not said."""
+    quoted = re.findall(r"^\| `([^`]+)` \|", (DOCS / "problems.md").read_text(encoding="utf-8"), flags=re.M)
+    found, everything = said()
+    assert len(found) > 100
+    missing = [text for text in found if not any(part in text for part in (*quoted, *INTERNAL))]
+    assert not missing
+    stale = [part for part in quoted if not any(part in text for text in everything)]
+    assert not stale
+
+
+def test_every_test_the_pages_name_exists():
+    for page in PAGES:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)", (DOCS / page).read_text(encoding="utf-8"))
+        assert named or page != "problems.md"
+        for file, test in named:
+            assert test in functions_of(file), f"{page}: {file}::{test}"
+
+
+def test_each_row_of_problems_names_its_test():
+    rows = re.findall(r"^\| (?:`|\d).* \|$", (DOCS / "problems.md").read_text(encoding="utf-8"), flags=re.M)
+    assert [row for row in rows if "`tests/" not in row.split("|")[-2]] == []
+    assert [row.split("|")[1].strip() for row in rows[-24:]] == [str(n) for n in range(1, 25)]
 
 
 def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):

@@ -20,7 +20,10 @@ from oracle import relative_error
 OPTIMIZERS = {
     "FOOF": lambda m: foof.FOOF(m, lr=0.1, damping=0.1, momentum=0.9, T=3, S=2),
     "KFAC": lambda m: foof.KFAC(m, lr=0.02, damping=0.1, fisher="full", momentum=0.9, T=3, S=2),
+    "EKFAC": lambda m: foof.EKFAC(m, lr=0.02, damping=0.1, fisher="full", momentum=0.9, T=3, S=2),
     "NaturalGradient": lambda m: foof.NaturalGradient(m, lr=0.05, damping=0.1, fisher="full", momentum=0.9, T=2),
+    "Muon": lambda m: foof.Muon(m, lr=0.02, damping=0.1, T=3, S=2),
+    "AdamW": lambda m: foof.AdamW(m, lr=0.01, T=3, S=2),
     "precondition": lambda m: foof.precondition(torch.optim.AdamW(m.parameters(), lr=0.01), m, damping=0.1, T=3, S=2),
 }
 
@@ -294,6 +297,7 @@ EXCEPTIONS = {
     ("accumulation", "NaturalGradient"): "the Fisher is that of the first part",
     ("skipped_step_with_late_zero_grad", "NaturalGradient"): "the Fisher stays that of the skipped step, at the same weights",
     ("reentrant_checkpointing", "KFAC"): "torch allows no backward pass of one's own through it",
+    ("reentrant_checkpointing", "EKFAC"): "torch allows no backward pass of one's own through it",
     ("reentrant_checkpointing", "NaturalGradient"): "torch allows no backward pass of one's own through it",
 }
 

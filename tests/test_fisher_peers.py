@@ -89,3 +89,37 @@ def test_the_log_marginal_likelihood_and_covariance_are_those_of_laplace_torch()
     covariance = ours.fisher.posterior_solve(torch.eye(ours.fisher.P), prior)
     theirs.prior_precision = prior
     assert oracle.relative_error(covariance, theirs.posterior_covariance) < 1e-3  # theirs is inverted in float32
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_a_posterior_of_regression_is_that_of_laplace_torch(structure: str) -> None:
+    """Names, evidence, outputs and their covariance. With Kronecker factors without bias, which theirs has a block of its own for."""
+    torch.manual_seed(0)
+    model = mlp(4, 6, 2).double() if structure == "full" else mlp(4, 6, 2, bias=False).double()
+    x, y, test = torch.randn(40, 4).double(), torch.randn(40, 2).double(), torch.randn(5, 4).double()
+    theirs = Laplace(model, "regression", "all", structure, prior_precision=0.8, sigma_noise=0.4, backend=BackPackGGN)
+    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=40))
+    fit = foof.laplace.fit if structure == "full" else foof.laplace.fit_kronecker
+    ours = fit(model, x, y, labels="full", likelihood="gaussian", prior_precision=0.8, sigma_noise=0.4)
+    assert ours.log_marginal_likelihood().item() == pytest.approx(theirs.log_marginal_likelihood().item(), rel=1e-6)
+    for posterior in (ours, theirs):
+        assert float(posterior.sigma_noise) == pytest.approx(0.4)
+        assert float(posterior.prior_precision) == pytest.approx(0.8)
+    (our_mean, our_variance), (their_mean, their_variance) = ours(test), theirs(test)
+    assert oracle.relative_error(our_mean, their_mean) < 1e-9
+    assert oracle.relative_error(our_variance, their_variance) < 1e-6
+    assert ours.predictive_samples(test, n_samples=7).shape == theirs.predictive_samples(test, n_samples=7).shape
+    theirs.optimize_prior_precision(method="marglik", pred_type="glm", n_steps=2000, lr=1e-2)
+    assert ours.optimize_prior_precision() == pytest.approx(float(theirs.prior_precision), rel=2e-2)
+
+
+def test_class_probabilities_are_those_of_laplace_torch() -> None:
+    torch.manual_seed(0)
+    model, test = mlp(4, 6, 3).double(), torch.randn(5, 4).double()
+    x, y = torch.randn(40, 4).double(), torch.randint(0, 3, (40,))
+    theirs = Laplace(model, "classification", "all", "full", prior_precision=0.8, backend=BackPackGGN)
+    loader = DataLoader(TensorDataset(x, y), batch_size=10)
+    theirs.fit(loader)
+    ours = foof.laplace.fit(model, loader, labels="full", prior_precision=0.8)
+    torch.testing.assert_close(ours(test), theirs(test), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ours.posterior_covariance(), theirs.posterior_covariance, rtol=1e-4, atol=1e-6)

@@ -38,7 +38,8 @@ def test_accelerate_resumed_equals_uninterrupted(name, tmp_path, steps):
 
 @pytest.mark.parametrize("make", [
     lambda m: foof.KFAC(m, lr=0.02, damping=0.1, momentum=0.9, T=3), lambda m: foof.NaturalGradient(m, lr=0.05, damping=0.1),
-], ids=["KFAC", "NaturalGradient"])  # fmt: skip
+    lambda m: foof.EKFAC(m, lr=0.02, damping=0.1, momentum=0.9, T=3), lambda m: foof.AdamW(m, lr=0.01, T=3),
+], ids=["KFAC", "NaturalGradient", "EKFAC", "AdamW"])  # fmt: skip
 def test_accelerate_with_curvature_of_its_own(make, tmp_path):
     g = torch.Generator().manual_seed(0)
     batches = [(torch.randn(8, 6, generator=g), torch.randint(0, 3, (8,), generator=g)) for _ in range(10)]

@@ -123,6 +123,37 @@ def test_networks_are_sampled_around_the_trained_weights_whatever_the_model_does
     assert posterior.functional_variance(x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("fit", [foof.laplace.fit, foof.laplace.fit_kronecker])
+@pytest.mark.filterwarnings("ignore:the Fisher does not cover")
+def test_a_posterior_is_of_the_model_as_it_was_fitted(fit: Any) -> None:
+    """Not only of the weights that it covers: norms, running averages, the mode, whatever is trained or frozen since."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    model(x)  # running averages
+    model.eval()
+    posterior = fit(model, x, y, labels="full", prior_precision=1.0)
+
+    def seen() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [posterior.predict(x), *posterior.functional_variance(x), posterior.predict_sampled(x, 2, generator),
+                *next(posterior.sample_networks(1, generator)).state_dict().values(),
+                posterior.log_marginal_likelihood()]  # fmt: skip
+
+    before = seen()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model.train()
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+    model.requires_grad_(False)
+    trained_on = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(map(torch.equal, seen(), before))
+    assert all(torch.equal(value, trained_on[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert not any(p.requires_grad for p in model.parameters())
+
+
 class Tokens(nn.Module):
     """Logits ``(N, 3, 2)`` for three tokens."""
 
@@ -273,6 +304,83 @@ def test_an_embedding_s_diagonal_second_moment_stays_diagonal(monkeypatch: pytes
     torch.testing.assert_close(inverse.apply(G)[0].flatten(), torch.linalg.solve(precision, G.flatten()))
     torch.testing.assert_close(inverse.logdet(), torch.logdet(precision))
     torch.testing.assert_close(inverse.whitened(G).square().sum(), G.flatten() @ torch.linalg.solve(precision, G.flatten()))
+
+
+def test_the_linearised_predictive_of_a_kronecker_posterior() -> None:
+    model, x, y, test = problem("cnn")
+    posterior = foof.laplace.fit_kronecker(model, x, y, labels="full", prior_precision=0.5, datapoints=30)
+    out, variance = posterior.functional_variance(test, batch_size=3)
+    n = 4000
+    deviations = torch.cat([d.flatten(1) for d in posterior.sample(n, torch.Generator().manual_seed(0))], dim=1)
+    J = oracle.per_datapoint_jacobian(model, test, list(model.parameters()))
+    f = torch.einsum("icp,sp->sic", J, deviations)
+    sampled = torch.einsum("sic,sid->icd", f, f) / n
+    assert oracle.relative_error(sampled, variance) < 0.05
+    scale = (1 + math.pi / 8 * variance.diagonal(dim1=1, dim2=2)).sqrt()
+    torch.testing.assert_close(posterior.predict(test), (out / scale).softmax(-1))
+
+
+# --- regression ---
+
+
+def line(N: int = 60, noise: float = 0.3) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """Observations of a linear function, its weights at the maximum of their posterior under a unit prior: Bayes without Laplace."""
+    torch.manual_seed(0)
+    x, w = torch.randn(N, 3).double(), torch.randn(2, 3).double()
+    y = x @ w.T + noise * torch.randn(N, 2).double()
+    model = nn.Linear(3, 2, bias=False).double()
+    model.weight.data = torch.linalg.solve(x.T @ x / noise**2 + torch.eye(3).double(), x.T @ y / noise**2).T.clone()
+    return model, x, y, torch.randn(5, 3).double()
+
+
+@pytest.mark.parametrize("fit", [foof.laplace.fit, foof.laplace.fit_kronecker])
+def test_bayesian_linear_regression_exactly(fit: Any) -> None:
+    """Then Laplace is exact, and so is one Kronecker product. Evidence: ``y ~ N(0, σ²I + x xᵀ/λ)`` for each output."""
+    model, x, y, test = line()
+    posterior = fit(model, x, y, labels="full", likelihood="gaussian", prior_precision=1.0, sigma_noise=0.3)
+    mean, variance = posterior.predictive(test)
+    S = torch.linalg.inv(x.T @ x / 0.09 + torch.eye(3).double())
+    torch.testing.assert_close(mean, model(test).detach())
+    torch.testing.assert_close(variance, ((test @ S * test).sum(1, keepdim=True) + 0.09).expand(5, 2))
+    torch.testing.assert_close(posterior.predictive(test, noise=False).variance, variance - 0.09)
+    evidence = torch.distributions.MultivariateNormal(torch.zeros(60).double(), 0.09 * torch.eye(60).double() + x @ x.T)
+    assert posterior.log_marginal_likelihood().item() == pytest.approx(evidence.log_prob(y.T).sum().item())
+    samples = posterior.sample(20_000, torch.Generator().manual_seed(0))[0]
+    assert oracle.relative_error(torch.cov(samples[:, 0].T), S) < 0.05
+    outputs = posterior.predictive_samples(test, 5000, generator=torch.Generator().manual_seed(0))
+    assert oracle.relative_error(outputs.var(0), variance - 0.09) < 0.1
+
+
+@pytest.mark.parametrize("fit", [foof.laplace.fit, foof.laplace.fit_kronecker])
+@pytest.mark.parametrize("prior", [None, 1.0])
+def test_observation_noise_by_marginal_likelihood(fit: Any, prior: float | None) -> None:
+    model, x, y, _ = line(400)
+    posterior = fit(model, x, y, labels="full", likelihood="gaussian", prior_precision=prior, sigma_noise=None)
+    sigma, best = posterior.sigma_noise, posterior.log_marginal_likelihood().item()
+    assert sigma == pytest.approx(0.3, rel=0.1)
+    assert posterior.log_marginal_likelihood(sigma_noise=sigma).item() == best
+    for factor in (0.98, 1.02):
+        assert posterior.log_marginal_likelihood(sigma_noise=factor * sigma).item() < best
+        if prior is None:
+            assert posterior.log_marginal_likelihood(factor * posterior.prior_precision).item() < best
+    assert prior is None or posterior.prior_precision == prior
+
+
+def test_noise_belongs_to_regression() -> None:
+    model, x, y, test = problem()
+    for options, said in [
+        ({"sigma_noise": 0.5}, "observation noise of regression"),
+        ({"sigma_noise": -1.0, "likelihood": "gaussian"}, "positive number, or None"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            foof.laplace.fit(model, x, y, **options)
+    posterior = foof.laplace.fit(model, x, y, prior_precision=1.0)
+    with pytest.raises(ValueError, match=r"class probabilities are predict\(x\)"):
+        posterior.predictive(test)
+    with pytest.raises(ValueError, match="noise is for regression"):
+        posterior.tune_noise()
+    with pytest.raises(ValueError, match='"glm" or "nn"'):
+        posterior(test, pred_type="mc")
 
 
 def test_calibration_by_hand() -> None:

@@ -53,8 +53,9 @@ class Classifier(L.LightningModule):
 
 @pytest.mark.parametrize("make", [
     lambda m: foof.KFAC(m, lr=0.02, damping=0.1, momentum=0.9, T=3), lambda m: foof.NaturalGradient(m, lr=0.05, damping=0.1),
-], ids=["KFAC", "NaturalGradient"])  # fmt: skip
-def test_kfac_and_natural_gradients_resumed_equal_uninterrupted(make, tmp_path):
+    lambda m: foof.EKFAC(m, lr=0.02, damping=0.1, momentum=0.9, T=3), lambda m: foof.AdamW(m, lr=0.01, T=3),
+], ids=["KFAC", "NaturalGradient", "EKFAC", "AdamW"])  # fmt: skip
+def test_curvature_of_its_own_resumed_equals_uninterrupted(make, tmp_path):
     g = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(80, 6, generator=g), torch.randint(0, 3, (80,), generator=g))
 

@@ -1,11 +1,15 @@
 """Second moments of patches: with and without the patches, against those of the rows a convolution has."""
 
+import itertools
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import foof
 from foof.layers import Conv
 from foof.patches import Subset, axes_of, by_patches, cheaper_without_patches, second_moment, without_patches
 
@@ -42,7 +46,7 @@ def close(ours, theirs):
     return (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
 
-@settings(max_examples=300)
+@settings(max_examples=400)
 @given(convolutions())
 def test_both_ways_are_the_product_of_the_rows(case):
     layer, x = case
@@ -52,8 +56,30 @@ def test_both_ways_are_the_product_of_the_rows(case):
     inputs = layer.m - layer.has_bias
     for way in (by_patches, without_patches):
         moment = torch.zeros_like(theirs)
-        way(layer._pad(layer._batched(x)), axes_of(layer, layer._batched(x), Subset()), moment)
+        way(layer._pad(layer.batched(x)), axes_of(layer, layer.batched(x), Subset()), moment)
         assert close(moment[:, :, :inputs], theirs[:, :, :inputs])
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_spans_count_each_product_once(half, every):
+    """All small convolutions of one dimension: for each pair of offsets, the positions whose product is not known to be zero."""
+    for k, s, d, padding, size in itertools.product(range(1, 6), range(1, 5), range(1, 4), range(5), range(1, 9)):
+        if size + 2 * padding < d * (k - 1) + 1:
+            continue
+        layer = Conv("", nn.Conv1d(1, 1, k, s, padding, d))
+        (axis,) = axes_of(layer, torch.empty(1, 1, size), Subset(locations=every, shift=1))
+        expected, found = Counter(), Counter()
+        for u, v, r in itertools.product(range(k), range(k), range(axis.R)):
+            p, q = (axis.start + axis.s * r + d * offset for offset in (u, v))
+            if p in axis.data and q in axis.data and (v >= u or not half):
+                expected[u, v, p] += 1
+        for span in axis.spans(half):
+            for p, u, delta in itertools.product(span.positions, span.offsets, span.differences):
+                if u + delta in range(k) and p + d * delta in axis.data:
+                    found[u, u + delta, p] += 1
+            assert 0 <= span.seen(d).start <= span.seen(d).stop <= size + 2 * padding
+        assert found == expected
 
 
 @settings(max_examples=100)
@@ -130,4 +156,34 @@ def test_border_values_cancel_nothing():
 )
 def test_the_cheaper_way_is_taken(conv, size, without):
     layer, x = Conv("", conv), torch.empty(100, conv.in_channels, size, size)
-    assert cheaper_without_patches(layer._pad(x), axes_of(layer, x, Subset()), layer.groups) is without
+    assert cheaper_without_patches(x, axes_of(layer, x, Subset()), layer.groups) is without
+
+
+@settings(max_examples=60)
+@given(convolutions())
+def test_both_gradients_at_once_are_those_of_autograd(case):
+    layer, x = case
+    x.requires_grad_()
+    conv = layer.module
+    out = conv(x)
+    e = torch.randn_like(out)
+    theirs = torch.autograd.grad(out, [x, *conv.parameters()], e)
+    of_x, matrix = layer.gradients(x.detach(), e, conv.weight.detach())
+    assert of_x.shape == x.shape
+    assert close(of_x, theirs[0])
+    for ours, parameter in zip(layer.split(matrix), theirs[1:], strict=False):
+        assert close(ours, parameter)
+
+
+def test_the_optimizer_takes_the_moment_of_many_patches_and_keeps_the_rows_of_few():
+    """Either way Σ is the mean over datapoints of the sum over patches."""
+    torch.manual_seed(0)
+    for conv, size in ((nn.Conv2d(16, 4, 3, padding=1), 12), (nn.Conv2d(16, 4, 3), 4)):
+        model, x = nn.Sequential(conv.double(), nn.Flatten()), torch.randn(8, 16, size, size, dtype=torch.float64)
+        layer = Conv("0", conv)
+        opt = foof.FOOF(model, lr=0.1, damping=1.0, T=1, S=1)
+        model(x).square().mean().backward()
+        opt.step()
+        rows = layer.input_rows(x).flatten(-3, -2)
+        assert (len(rows) > layer.m) == (size == 12)
+        assert close(opt.second_moments()["0"]["Sigma"], rows.mT @ rows / 8)

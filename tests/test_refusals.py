@@ -93,7 +93,7 @@ def test_a_layer_the_loss_does_not_reach_is_named():
     opt = foof.FOOF(model, lr=0.3, damping=1.0)
     before = model["spare"].weight.detach().clone()
     model["used"](batch(0)[0]).sum().backward()
-    with pytest.warns(UserWarning, match="spare: the loss does not reach this layer"):
+    with pytest.warns(UserWarning, match="spare: this layer is not reached by the loss"):
         opt.step()
     assert torch.equal(model["spare"].weight, before)
 

@@ -200,6 +200,18 @@ def test_the_worse_of_two_losses_at_the_edge_of_its_grid_needs_a_factor_of_two()
     assert decide(rules["b"], {**found, "a": replace(found["a"], on_edge=True)}, None).ruling is Ruling.HOLDS  # the better side
 
 
+def test_a_beginning_is_no_match_for_what_was_chosen_at_the_end():
+    """Of b there is the beginning only, at which it was chosen. a was chosen at the end, and could have been 1.5 times better there."""
+    found = {**tuned("a", [1.0, 1.1, 0.9]), **tuned("b", [0.8, 0.88, 0.72])}
+    rule = lower(Term("b"), Term("a"))
+    assert decide(rule, found, None).ruling is Ruling.HOLDS
+    early = {"a": replace(found["a"], early_gain=1.5), "b": replace(found["b"], to_the_end=False)}
+    assert decide(rule, early, None).ruling is Ruling.UNDECIDED
+    assert "not run to the end of training: b" in decide(rule, early, None).text
+    assert decide(rule, {**early, "a": replace(found["a"], early_gain=1.1)}, None).ruling is Ruling.HOLDS
+    assert decide(lower(Term("a"), Term("b")), early, None).ruling is Ruling.UNDECIDED
+
+
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
 def test_every_claim_can_be_run_at_every_preset(preset):
     """Each rule names curves that its experiment runs, on each data set the paper makes it for."""
@@ -401,6 +413,21 @@ def test_methods_of_a_figure_have_equal_searches_at_the_paper_s_size(figure):
     fixed = {k: s for k, s in searches.items() if "λ =" in k}
     assert {len(s.grid) for k, s in searches.items() if k not in fixed} <= {TRIALS}
     assert {len(s.grid) for s in fixed.values()} <= {3}
+
+
+def test_a_map_marks_what_diverged_and_what_was_chosen():
+    def trial(lr, damping, loss, status="finished"):
+        setting = Setting(optimizer="kfac", lr=lr, damping=damping, steps=11)
+        return Record(setting, status, {"step": [1, 11], "loss": [3.0, loss]}, {"train_loss": loss})
+
+    tried = (trial(0.1, 1.0, 0.5), trial(0.3, 1.0, math.inf, "diverged"), trial(0.1, 0.01, 0.2), trial(0.3, 0.01, 0.4))
+    figure = plots.map_figure({"KFAC": Tuned(tried[2].setting, tried[2:3], tried, False)}, "map")
+    squares, crosses = figure.data
+    assert list(zip(squares.x, squares.y, squares.text, strict=True)) == [
+        (0.1, "KFAC, λ = 0.01", "0.2"), (0.3, "KFAC, λ = 0.01", "0.4"), (0.1, "KFAC, λ = 1", "0.5"),
+    ]  # fmt: skip
+    assert list(squares.marker.line.width) == [3, 0, 0]
+    assert (list(crosses.x), list(crosses.y)) == ([0.3], ["KFAC, λ = 1"])
 
 
 def test_the_svg_is_well_formed():

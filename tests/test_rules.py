@@ -272,6 +272,14 @@ def test_reach_times_norm_is_the_change(groups):
     assert close(rules.reach(many[0], Sigma, many[1]) * many[0].norm(), rho)
 
 
+def test_reach_by_blocks_of_inputs():
+    """Is that of the whole with Σ block-diagonal, also where the weights count as nearly zero."""
+    Sigma, U = semidefinite(4, (2,)), randn(3, 8, seed=2)
+    for W in (randn(3, 8, seed=1), torch.zeros_like(U)):
+        parts = [M.unflatten(1, (2, 4)).transpose(0, 1) for M in (U, W)]
+        assert close(rules.reach(parts[0], Sigma, parts[1], blocks=2), rules.reach(U, torch.block_diag(*Sigma), W))
+
+
 def test_reach_of_no_update_is_that_of_one_alike_in_all_directions():
     Sigma, W = semidefinite(5), randn(3, 5)
     alike = torch.eye(5, dtype=torch.float64)

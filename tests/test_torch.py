@@ -1,5 +1,7 @@
 """Every private name of torch that ``foof._torch`` leans on: what it must mean, said when a new torch changes it."""
 
+import typing
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from foof._torch import Destination
 class Probe(torch.autograd.Function):
     """Asks, in its backward, where the gradients of its inputs go."""
 
-    seen: list = []
+    seen: typing.ClassVar[list] = []
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -36,7 +38,7 @@ def test_a_backward_pass_accumulates(leaves):
 
 
 def test_autograd_grad_captures_and_passes_the_rest_by(leaves):
-    x, weight, loss = leaves
+    _, weight, loss = leaves
     torch.autograd.grad(loss, weight, retain_graph=True)
     assert Probe.seen[0][:2] == (Destination.NOWHERE, Destination.CAPTURED), "torch._C._will_engine_execute_node has changed"
     loss.backward(inputs=[weight])
@@ -118,6 +120,15 @@ def test_origin_and_version():
     assert _torch.version(x) > before, "Tensor._version has changed"
 
 
+def test_hooks_on_gradients_are_seen():
+    x = torch.ones(1, requires_grad=True)
+    assert not _torch.has_hooks(x)
+    handle = x.register_hook(lambda g: g)
+    assert _torch.has_hooks(x), "Tensor._backward_hooks has changed"
+    handle.remove()
+    assert not _torch.has_hooks(x)
+
+
 def test_padding_of_convolutions():
     conv = nn.Conv2d(1, 1, (2, 3), padding="same")
     assert _torch.padding_of_both_sides(conv) == [1, 1, 0, 1], "Conv._reversed_padding_repeated_twice has changed"
@@ -144,6 +155,8 @@ def test_lists_of_tensors_at_once():
     _torch.foreach_mul_(tensors, 2.0)
     _torch.foreach_add_(tensors, [torch.ones(2), torch.ones(3)], alpha=-1.0)
     assert all((t == 1).all() for t in tensors), "torch._foreach_mul_ or _foreach_add_ has changed"
+    norms = _torch.foreach_norm([t.half() for t in tensors], dtype=torch.float32)
+    assert torch.equal(torch.stack(norms), torch.tensor([2.0, 3.0]).sqrt()), "torch._foreach_norm has changed"
 
 
 def test_kinds_of_layers_with_passes_of_their_own():

@@ -1,6 +1,9 @@
 """Gradient descent on neurons."""
 
-from foof import ewc, implicit, laplace
+import sys
+from typing import TYPE_CHECKING
+
+from foof import _moved, ewc, implicit, laplace
 from foof.explain import explain
 from foof.fisher import Fisher
 from foof.kronecker import per_datapoint_gradient
@@ -10,3 +13,9 @@ __all__ = [
     "EKFAC", "FOOF", "KFAC", "AdamW", "Adaptive", "Fisher", "Muon", "NaturalGradient", "ewc", "explain", "implicit", "laplace",
     "per_datapoint_gradient", "precondition",
 ]  # fmt: skip
+
+sys.meta_path.append(_moved.Finder)
+if not TYPE_CHECKING:  # for which any name would be one
+
+    def __getattr__(name):
+        raise AttributeError(_moved.explain(f"foof.{name}"))

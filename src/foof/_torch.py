@@ -74,6 +74,11 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return module._parameters.get(name)
 
 
+def has_hooks(x: Tensor) -> bool:
+    """Has somebody registered hooks on the gradient of this tensor?"""
+    return bool(x._backward_hooks)
+
+
 def origin(x: Tensor) -> Tensor:
     """The tensor that x is a view of, or x."""
     return x if x._base is None else x._base

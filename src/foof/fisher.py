@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foof import _torch
+from foof.conjugate import ConjugateGradients, solver_named
 from foof.covering import covered_layers
 from foof.gram import GramOperator, by_layer_named
 from foof.layers import Layer
@@ -123,12 +124,15 @@ class Fisher:
             self._damped = Woodbury(self.operator, precision, c)
         return self._damped
 
-    def solve(self, v: Vector, damping: Diagonal, *, refine: int = 0) -> Any:
+    def solve(self, v: Vector, damping: Diagonal, *, refine: int = 0, solver: str = "cholesky", tolerance: float = 1e-6) -> Any:
         """``(F + λI)⁻¹ v``, in the form of ``v``: short for ``F.damped(damping).solve(v, refine)``.
 
         The factor is kept for the next solve with this λ, which may be any positive diagonal. The relative error is about ε·μ/λ for
-        F's largest eigenvalue μ; ``refine`` corrects the answer by its residual.
+        F's largest eigenvalue μ; ``refine`` corrects the answer by its residual. ``solver="cg"`` solves by conjugate gradients to a
+        residual of ``tolerance``, with no factor at all: cheaper for few vectors, many columns and a small model.
         """
+        if solver_named(solver) is ConjugateGradients:
+            return ConjugateGradients(self.operator, self.precision(damping, "damping"), tolerance=tolerance).solve(v)
         return self._inverse(damping, 1.0, "damping").solve(v, refine)
 
     def quadratic(self, v: Vector) -> Tensor:

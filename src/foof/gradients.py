@@ -20,6 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from foof.covering import matrix_key
 from foof.layers import Embedding, Layer
 from foof.statistics import wide
 from foof.vectors import Vectors
@@ -71,8 +72,8 @@ class Columns:
         self.params, self.calls, self.N, self.K = params, calls, N, K
         self.size = sum(p.numel() for p in params)
         self.R = sum(call.rows for call in calls)
-        shapes = {(id(c.layer.weight), type(c.layer), c.layer.has_bias, c.layer.groups) for c in calls}
-        self.one_matrix = len(shapes) <= 1 and len(params) == (len(calls[0].layer.parameters) if calls else len(params))
+        matrices = {(matrix_key(c.layer), c.layer.has_bias) for c in calls}
+        self.one_matrix = len(matrices) <= 1 and len(params) == (len(calls[0].layer.parameters) if calls else len(params))
 
     @property
     def layer(self) -> Layer:

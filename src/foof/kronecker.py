@@ -7,21 +7,24 @@ gradient, ``gradient`` from the inputs and errors at hand, by the cheaper way).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foof import linalg
 from foof.layers import Layer
 from foof.statistics import wide
+
+Plain = Callable[[torch.dtype], Tensor]  # the plain gradient ``Eᵀ A`` in a precision
 
 
 class InputInverse:
     """FOOF's preconditioner: ``X ↦ X (Σ + λI)⁻¹`` (Eq. 6), for rows ``X = A`` as for a gradient ``X = Eᵀ A``.
 
     Held as the inverse P ``(..., m, m)``, or as the Cholesky factor L where it is used too seldom to pay for the inverse,
-    or as a diagonal ``(m,)``.
+    or as a diagonal ``(m,)``. For wide layers Σ may be diagonal in k blocks of inputs, ``(k, ⌈m/k⌉, ⌈m/k⌉)``: see ``in_blocks``.
     """
 
     def __init__(self, held: str, tensor: Tensor) -> None:
@@ -45,17 +48,22 @@ class InputInverse:
         X = X.to(self.tensor.dtype)
         if self.held == "diagonal":
             return X * self.tensor
+        if X.dim() < self.tensor.dim():  # one matrix, in blocks of its inputs
+            return self.apply(in_blocks(X, len(self.tensor))).transpose(0, 1).flatten(1)[:, : X.shape[1]]
         return linalg.solve_right(X, self.tensor) if self.held == "cholesky" else X @ self.tensor
 
-    def gradient(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor:
-        """``Eᵀ (A P)`` costs 2·rows·m², ``(Eᵀ A) P`` costs 2·n·m²: the neuron gradient ``(..., n, m)`` by the cheaper one."""
+    def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
+        """``Eᵀ (A P)`` costs 2·rows·m², ``(Eᵀ A) P`` costs 2·n·m²: the neuron gradient ``(..., n, m)`` by the cheaper one.
+
+        plain: who computes ``Eᵀ A``, if it is needed; without, the layer.
+        """
         e = e.to(wide(e.dtype))
         if not layer.diagonal:
             x = x.to(e.dtype)
             if layer.rows(e) < layer.n:
                 A, E = layer.input_rows(x).flatten(-3, -2), layer.error_rows(e).flatten(-3, -2)
                 return E.mT @ self.apply(A)
-        return self.apply(layer.weight_gradient(x, e))
+        return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
 
     def state_dict(self) -> dict[str, str | Tensor]:
         return {"held": self.held, "tensor": self.tensor.clone()}
@@ -63,6 +71,12 @@ class InputInverse:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> InputInverse:
         return cls(state["held"], state["tensor"])
+
+
+def in_blocks(X: Tensor, k: int) -> Tensor:
+    """Rows ``(r, m)`` as k blocks of inputs ``(k, r, ⌈m/k⌉)``, the last filled up with zeros."""
+    size = -(-X.shape[1] // k)
+    return nn.functional.pad(X, (0, k * size - X.shape[1])).unflatten(1, (k, size)).transpose(0, 1)
 
 
 def per_datapoint_gradient(a: Tensor, e: Tensor, damping: float) -> Tensor:
@@ -117,15 +131,15 @@ class TwoSided(ABC):
         """The update for a gradient ``(..., n, m)``."""
         return self.finish(self.right(self.left(G.mT).mT))
 
-    def gradient(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor:
-        """The update ``(..., n, m)`` from a layer's input and the gradient of its output, by the cheapest way."""
+    def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
+        """The update ``(..., n, m)`` from a layer's input and the gradient of its output, by the cheapest way; plain as above."""
         e = e.to(wide(e.dtype))
         rows = layer.rows(e)
         errors_first, inputs_first = rows < layer.m, rows < layer.n and not layer.diagonal
         if not layer.diagonal:
             x = x.to(e.dtype)
         if not (errors_first or inputs_first):
-            return self.apply(layer.weight_gradient(x, e))
+            return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
         E = layer.error_rows(e).flatten(-3, -2)
         if errors_first:
             E = self.left(E)

@@ -89,6 +89,10 @@ class Layer(ABC):
         A, E = self.input_rows(x).flatten(-3, -2), self.error_rows(e).flatten(-3, -2)
         return E.mT @ A
 
+    def gradients(self, x: Tensor, e: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """``dL/dx`` and ``Eᵀ A``, for a layer that can compute both at once."""
+        return self.input_gradient(x, e, weight), self.weight_gradient(x, e)
+
     def bias_gradient(self, e: Tensor) -> Tensor:
         """The plain gradient of the bias: the errors summed over all rows, ``(G·n,)``."""
         return self.error_rows(e).flatten(-3, -2).sum(-2).flatten()
@@ -182,7 +186,7 @@ class Conv(Layer):
         self.native_padding = left[::-1] if self.padding_mode == "constant" and left == right else None
 
     def input_rows(self, x: Tensor) -> Tensor:
-        x = self._pad(self._batched(x))
+        x = self._pad(self.batched(x))
         for d in range(self.spatial):  # window of the kernel's extent, every stride; then every dilation-th entry of it
             x = x.unfold(2 + d, self.dilation[d] * (self.kernel[d] - 1) + 1, self.stride[d])[..., :: self.dilation[d]]
         N, C, k = x.shape[0], x.shape[1], self.spatial
@@ -192,43 +196,57 @@ class Conv(Layer):
         return self._append_one(a if self.groups > 1 else a[0])
 
     def error_rows(self, e: Tensor) -> Tensor:
-        e = self._batched(e).flatten(2)  # (N, G·n, R)
+        e = self.batched(e).flatten(2)  # (N, G·n, R)
         e = e.unflatten(1, (self.groups, self.n)).permute(1, 0, 3, 2)
         return e if self.groups > 1 else e[0]
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         convolve = (F.conv1d, F.conv2d, F.conv3d)[self.spatial - 1]
-        return convolve(self._pad(self._batched(x)), weight, bias, self.stride, 0, self.dilation, self.groups)
+        return convolve(self._pad(self.batched(x)), weight, bias, self.stride, 0, self.dilation, self.groups)
 
     def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
         if self.native_padding is not None:
-            gradient = self._backward(self._batched(x), e, weight, self.native_padding, (True, False))[0]
+            gradient = self._backward(self.batched(x), e, weight, self.native_padding, (True, False))[0]
         else:  # the padding is its own linear map: convolve the padded input without padding, then pull back through the pad
             with torch.enable_grad():
-                source = self._batched(x).detach().requires_grad_()
+                source = self.batched(x).detach().requires_grad_()
                 padded = self._pad(source)
             gradient = self._backward(padded.detach(), e, weight, [0] * self.spatial, (True, False))[0]
             gradient = torch.autograd.grad(padded, source, gradient)[0]
-        return gradient.reshape(x.shape)
+        return gradient if x.dim() == gradient.dim() else gradient[0]
 
     def weight_gradient(self, x: Tensor, e: Tensor) -> Tensor:
-        x, padding = self._batched(x), self.native_padding
+        x, padding = self.batched(x), self.native_padding
         if padding is None:
             x, padding = self._pad(x), [0] * self.spatial
         shape_only = x.new_empty(()).expand(self.weight_shape)
-        gradient = self._backward(x, e, shape_only, padding, (False, True))[1]
-        bias = self._batched(e).flatten(2).sum((0, 2)) if self.has_bias else None
-        return self.join(gradient, bias)
+        return self._joined(self._backward(x, e, shape_only, padding, (False, True))[1], e)
+
+    def gradients(self, x: Tensor, e: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if self.native_padding is None:
+            return super().gradients(x, e, weight)
+        of_x, of_weight = self._backward(self.batched(x), e, weight, self.native_padding, (True, True))[:2]
+        return of_x if x.dim() == of_x.dim() else of_x[0], self._joined(of_weight, e)
+
+    def _joined(self, of_weight: Tensor, e: Tensor) -> Tensor:
+        return self.join(of_weight, self.batched(e).flatten(2).sum((0, 2)) if self.has_bias else None)
 
     def _backward(self, x: Tensor, e: Tensor, weight: Tensor, padding: list[int], wanted: tuple[bool, bool]) -> Any:
         """(input gradient, weight gradient) by the convolution's own backward kernels."""
         return torch.ops.aten.convolution_backward(
-            self._batched(e), x, weight, None, self.stride, padding, self.dilation, False, [0] * self.spatial, self.groups,
+            self.batched(e), x, weight, None, self.stride, padding, self.dilation, False, [0] * self.spatial, self.groups,
             [*wanted, False],
         )  # fmt: skip
 
-    def _batched(self, x: Tensor) -> Tensor:
+    def batched(self, x: Tensor) -> Tensor:
+        """An input or output with its dimension of datapoints, also where the module was given one alone."""
         return x if x.dim() == self.spatial + 2 else x.unsqueeze(0)
+
+    def locations(self, x: Tensor) -> int:
+        """How many patches each datapoint of an input has."""
+        sizes = zip(x.shape[-self.spatial :], self.both_sides[-2::-2], self.both_sides[::-2], self.dilation, self.kernel, self.stride,
+                    strict=True)  # fmt: skip
+        return math.prod((size + left + right - d * (k - 1) - 1) // s + 1 for size, left, right, d, k, s in sizes)
 
     def _pad(self, x: Tensor) -> Tensor:
         return F.pad(x, self.both_sides, self.padding_mode) if any(self.both_sides) else x

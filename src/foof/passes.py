@@ -6,7 +6,7 @@ own: otherwise there are no gradients of datapoints to be told apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from foof import _torch
 from foof.gradients import Call, chunks
-from foof.layers import Layer
+from foof.layers import Layer, Linear
 from foof.likelihood import Labels, Likelihood
 from foof.statistics import wide
 from foof.tap import Visit, inputs_seen, tapped
@@ -130,6 +130,14 @@ def _with_progress(batches: DataLoader[Any]) -> Iterable[Any]:
 # --- recording --------------------------------------------------------------------------------------------------------------
 
 
+class NotTheirs(ValueError):
+    """The rows of a layer's input are not the datapoints."""
+
+    def __init__(self, layer: Layer, x: Tensor, message: str) -> None:
+        super().__init__(message)
+        self.key = id(layer), x.dim()
+
+
 class Recorder:
     """A receiver that keeps ``x`` and ``e`` of every call and asks for no weight gradient.
 
@@ -142,13 +150,13 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.passes: list[list[tuple[Layer, Tensor, Tensor]]] = []
-        self.spread: set[int] = set()  # ids of layers whose output for all datapoints alike is given to each of them
+        self._common: Callable[[Layer, Tensor], bool] = lambda layer, x: False  # see to_each
         self._batch_statistics = any(
             isinstance(m, _torch.BatchNorm) and (m.training or m.running_mean is None) for m in model.modules()
         )
 
     def receive(self, visit: Visit) -> None:
-        if not (id(visit.layer) in self.spread and len(visit.x) == 1):  # otherwise see spread_to
+        if not self._common(visit.layer, visit.x):
             self._keep(visit.layer, visit.x, visit.e)
 
     def _keep(self, layer: Layer, x: Tensor, e: Tensor) -> None:
@@ -156,22 +164,22 @@ class Recorder:
         self.passes[-1].append((layer, x.detach().clone() if first and _torch.origin(x).grad_fn is None else x.detach(), e.detach()))
 
     @contextmanager
-    def spread_to(self, layers: Iterable[Layer], N: int) -> Iterator[None]:
-        """Forward passes in which the output ``(1, ...)`` of these layers is given to each of N datapoints, so that its error can be
-        had for each of them, instead of the sum over all."""
+    def to_each(self, layers: Iterable[Layer], N: int, common: Callable[[Layer, Tensor], bool]) -> Iterator[None]:
+        """Forward passes in which outputs of these layers for an input x that all N datapoints have in common are given to each of
+        them, so that the error of each can be had, instead of the sum over all."""
 
         def hook(layer: Layer) -> Any:
             def spread(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
                 x = args[0] if args else next(iter(kwargs.values()))
-                if len(x) != 1 or not out.requires_grad:
+                if not (common(layer, x) and out.requires_grad):
                     return None
-                to_each = out.expand(N, *out.shape[1:]).clone()
-                to_each.register_hook(lambda e: self._keep(layer, x.expand(N, *x.shape[1:]), e))
-                return to_each
+                copies = _copies(out, N).clone()  # which the model may write into
+                copies.register_hook(lambda e: self._keep(layer, _copies(x, N), e))
+                return copies
 
             return layer.module.register_forward_hook(spread, with_kwargs=True)
 
-        self.spread = {id(layer) for layer in layers}
+        self._common = common
         handles = [hook(layer) for layer in layers]
         try:
             yield
@@ -203,11 +211,7 @@ class Recorder:
     def _check_shapes(self, N: int) -> None:
         for layer, x, e in self.passes[0] if self.passes else ():
             if x.shape[:1] != (N,) or e.shape[:1] != (N,):
-                raise ValueError(
-                    f"{layer.label}: the first dimension of its input {tuple(x.shape)} and output {tuple(e.shape)} is not the "
-                    f"{N} datapoints, so the gradients of datapoints cannot be told apart. Expand its input to ({N}, ...) or "
-                    f"pass exclude=[{layer.name!r}]."
-                )
+                raise not_theirs(layer, x, N)
 
     def _check_datapoints(self, out: Tensor, s: Tensor, of_inputs: list[Tensor | None], weights: list[nn.Parameter],
                           inputs: list[Tensor]) -> None:  # fmt: skip
@@ -224,12 +228,13 @@ class Recorder:
         grads = torch.autograd.grad(out, [*weights, *inputs], scaled, retain_graph=True, allow_unused=True)[len(weights) :]
         for (layer, x, e), (_, _, probed) in zip(self.passes[0], self.passes.pop(), strict=True):
             if not _told_apart(e, probed, r):
-                raise ValueError(
+                raise NotTheirs(
+                    layer, x,
                     f"{layer.label}: the first dimension of its input {tuple(x.shape)} is as long as the datapoints are many, but is not "
                     "theirs, or they depend on one another (time first? a batch sorted inside the model, a graph, similarities within "
                     "the batch?), so their gradients cannot be told apart. Put the datapoints first, one output for each, or pass "
-                    f"exclude=[{layer.name!r}]."
-                )
+                    f"exclude=[{layer.name!r}].",
+                )  # fmt: skip
         for e_x, probed_x in zip(of_inputs, grads, strict=True):
             if e_x is not None and probed_x is not None and len(e_x) == N and not _told_apart(e_x, probed_x, r):
                 raise ValueError(
@@ -241,12 +246,26 @@ class Recorder:
     @staticmethod
     def _check_all_recorded(grads: tuple[Tensor | None, ...], weights: list[nn.Parameter], layers: list[Layer]) -> None:
         for grad, weight in zip(grads, weights, strict=False):
-            if grad is not None:
+            if grad is not None and grad.any():
                 names = " = ".join(layer.label for layer in layers if layer.weight is weight)
                 raise ValueError(
                     f"{names}: its weight is also used outside its layer's forward(), where its inputs are not seen; exclude it. (Or "
                     "the model was compiled and run before: call torch._dynamo.reset().)"
                 )
+
+
+def not_theirs(layer: Layer, x: Tensor, N: int) -> NotTheirs:
+    return NotTheirs(
+        layer, x,
+        f"{layer.label}: the first dimension of its input {tuple(x.shape)} is not the {N} datapoints, so their gradients cannot be told "
+        f"apart. Expand its input to ({N}, ...), or pass exclude=[{layer.name!r}]. (Tables of positions are given to each datapoint where "
+        "the passes are ours: foof.Fisher(model, inputs), update_curvature(inputs=...).)",
+    )  # fmt: skip
+
+
+def _copies(t: Tensor, N: int) -> Tensor:
+    """``(1, ...)``, or ``(...)`` that is broadcast, as ``(N, ...)``."""
+    return t.expand(N, *t.shape[1:]) if t.dim() > 1 and len(t) == 1 else t.unsqueeze(0).expand(N, *t.shape)
 
 
 def _told_apart(e: Tensor, probed: Tensor, r: Tensor) -> bool:
@@ -267,51 +286,83 @@ def _factors(N: int) -> Tensor:
 
 def recorded(model: nn.Module, layers: list[Layer], inputs: Any, y: Tensor | None, labels: Labels, likelihood: Likelihood,
              generator: torch.Generator | None, batch_size: int | None) -> Iterator[tuple[list[Call], int]]:  # fmt: skip
-    """Calls and number of datapoints of each piece of ``inputs``, ``batch_size`` datapoints at a time. Buffers stay as they were."""
+    """Calls and number of datapoints of each piece of ``inputs``, ``batch_size`` datapoints at a time. Buffers stay as they were.
+
+    An input that all datapoints have in common (a table of positions, with input ``(L,)`` or ``(1, L)``) is seen by its length; where
+    that is the number of datapoints by chance, by the errors, in a second attempt.
+    """
+    watch = any(isinstance(m, MIXING) for m in model.modules())
     with buffers_kept(model):
         for part, targets in pieces(inputs, y, batch_size, layers[0].weight.device):
-            recorder = Recorder(model)
-            with torch.enable_grad(), tapped(layers, recorder):
-                part, watched = _watched(part) if any(isinstance(m, MIXING) for m in model.modules()) else (part, [])
-                out = _forward(model, part, layers, recorder)
-                N, errors = len(out), labels.errors(likelihood, out, targets, generator)
-                calls = recorder.backward(out, errors, layers, watched)
-            del out, watched
+            common: set[tuple[int, int]] = set()  # layers, and dimensions of inputs in common that are as long as datapoints are many
+            refused: NotTheirs | None = None
+            while True:
+                random, recorder = _Random(layers[0].weight.device, generator), Recorder(model)
+                try:
+                    with torch.enable_grad(), tapped(layers, recorder):
+                        x, watched = _watched(part) if watch else (part, [])
+                        out = _forward(model, x, layers, recorder, common, random)
+                        N, errors = len(out), labels.errors(likelihood, out, targets, generator)
+                        calls = recorder.backward(out, errors, layers, watched)
+                    break
+                except Exception as error:
+                    if refused is None and not isinstance(error, NotTheirs):
+                        raise
+                    if not isinstance(error, NotTheirs) or error.key in common:
+                        raise (refused or error) from None
+                    refused = refused or error
+                    common.add(error.key)
+                    random.restore()
+            del out, x, watched
             yield calls, N
 
 
-def _forward(model: nn.Module, inputs: Any, layers: list[Layer], recorder: Recorder) -> Tensor:
+def _forward(model: nn.Module, inputs: Any, layers: list[Layer], recorder: Recorder, common: set[tuple[int, int]],
+             random: _Random) -> Tensor:  # fmt: skip
     """The outputs ``(N, ...)``.
 
-    Layers called once for all datapoints alike (a table of positions, with input ``(1, L)``) have their outputs given to each of
-    them: that takes a second forward pass, whose outputs must be those of the first.
+    Inputs that all datapoints have in common take a second forward pass, in which the layer's output is given to each of them: the
+    outputs must be those of the first.
     """
-    alike: dict[int, Layer] = {}
-
-    def see(layer: Layer, x: Tensor) -> None:
-        if x.dim() > 1 and len(x) == 1:
-            alike[id(layer)] = layer
-
-    device = layers[0].weight.device
-    before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    with inputs_seen(layers, see):
+    seen: list[tuple[Layer, Tensor]] = []
+    with inputs_seen(layers, lambda layer, x: seen.append((layer, x))):
         out = call_model(model, inputs)
     check_output(out)
     N = len(out)
-    if N == 1 or not alike:
+
+    def in_common(layer: Layer, x: Tensor) -> bool:
+        one_row = isinstance(layer, Linear) and x.dim() == 1
+        return (id(layer), x.dim()) in common or one_row or x.shape[:1] != (N,)
+
+    alike = {id(layer): (layer, x) for layer, x in seen if in_common(layer, x)}
+    if not alike:
         return out
-    torch.set_rng_state(before[0])
-    if before[1] is not None:
-        torch.cuda.set_rng_state(before[1], device)
-    with recorder.spread_to(alike.values(), N):
-        again = call_model(model, inputs)
-    if again.shape != out.shape or not torch.allclose(again, out, rtol=1e-3, atol=1e-3 * float(out.detach().abs().max())):
-        names = ", ".join(layer.label for layer in alike.values())
-        raise ValueError(
-            f"{names}: one input for all {N} datapoints, whose output is not simply given to each of them; their gradients cannot be told "
-            f"apart. Expand the input to ({N}, ...), or exclude the layer."
-        )
+    random.restore()
+    try:
+        with recorder.to_each([layer for layer, _ in alike.values()], N, in_common):
+            again = call_model(model, inputs)
+        same = again.shape == out.shape and torch.allclose(again, out, rtol=1e-3, atol=1e-3 * float(out.detach().abs().max()))
+    except (RuntimeError, ValueError, IndexError, TypeError):  # shapes that do not fit
+        same = False
+    if not same:
+        raise not_theirs(*next(iter(alike.values())), N)
     return again
+
+
+class _Random:
+    """Where torch's generators, and one of our own, are: ``restore`` takes them back there."""
+
+    def __init__(self, device: torch.device, generator: torch.Generator | None) -> None:
+        self.device, self.generator = device, generator
+        self.states = torch.get_rng_state(), None if generator is None else generator.get_state()
+        self.on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.states[0])
+        if self.generator is not None and self.states[1] is not None:
+            self.generator.set_state(self.states[1])
+        if self.on_device is not None:
+            torch.cuda.set_rng_state(self.on_device, self.device)
 
 
 def _watched(inputs: Any) -> tuple[Any, list[Tensor]]:

@@ -55,7 +55,7 @@ def second_moment(layer: Conv, x: Tensor, subset: Subset | None = None) -> Tenso
     """
     subset = subset or Subset()
     with torch.autocast(x.device.type, enabled=False), full_precision(x.device):
-        x = layer._batched(x.detach())
+        x = layer.batched(x.detach())
         datapoints, every = len(x), subset.datapoints
         x = x[subset.shift % max(1, min(every, datapoints)) :: every]
         axes = axes_of(layer, x, subset)
@@ -138,6 +138,12 @@ def axes_of(layer: Conv, x: Tensor, subset: Subset) -> list[Axis]:
     return axes
 
 
+def better_than_rows(layer: Conv, x: Tensor) -> bool:
+    """Is the second moment better computed now than its rows kept? So where they are larger than it, or patches are the dearer way."""
+    x = layer.batched(x)
+    return len(x) * layer.locations(x) > layer.m or cheaper_without_patches(x, axes_of(layer, x, Subset()), layer.groups)
+
+
 def by_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
     """Add ``Σ a aᵀ`` over the patches of a padded input ``X (N, C, *sizes)`` to ``moment (G, m, m)``; ``Σ a`` to a last row for the bias.
 
@@ -214,16 +220,16 @@ def _overlap(u: int, differences: range, k: int) -> tuple[slice, slice]:
 
 def _within(positions: range, data: range) -> range:
     before, after = max(0, data.start - positions.start), max(0, positions[-1] + 1 - data.stop)
-    return positions[-(-before // positions.step) : len(positions) + -after // positions.step]
+    return positions[-(-before // positions.step) : max(0, len(positions) + -after // positions.step)]
 
 
-def cheaper_without_patches(X: Tensor, axes: list[Axis], groups: int) -> bool:
-    """The estimated cost of each way, in multiplications of a large matrix product.
+def cheaper_without_patches(x: Tensor, axes: list[Axis], groups: int) -> bool:
+    """The estimated cost of each way for inputs of the number and channels of ``x``, in multiplications of a large matrix product.
 
     The weights were fitted to times of 28 convolutions on a CPU in float32: what it costs to copy a number of a patch; to call a weight
     gradient, to copy a number for it, and to put a number of the second moment in its place.
     """
-    C, N = X.shape[1], len(X)
+    N, C = x.shape[:2]
     m, rows = C // groups * math.prod(axis.k for axis in axes), N * math.prod(axis.R for axis in axes)
     with_patches = rows * groups * m * (m + 100)
     without = 300.0 * groups * m * m

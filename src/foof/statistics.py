@@ -195,9 +195,9 @@ class Schedule:
             raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: it must be in 1..{self.T}, got {self.S!r}.")
 
     @classmethod
-    def of(cls, T: int, S: int | None) -> Schedule:
-        """S of every T steps; by default ten, or all where there are fewer."""
-        return cls(T, S if S is not None else min(T, 10) if isinstance(T, int) else 1)
+    def of(cls, T: int, S: int | None, fed: int = 10) -> Schedule:
+        """S of every T steps; by default ``fed`` of them, or all where there are fewer."""
+        return cls(T, S if S is not None else min(T, fed) if isinstance(T, int) else 1)
 
     def gathers(self) -> bool:
         """``((t + S) mod T) ∈ {0, ..., S-1}``: the S steps before an inversion."""

@@ -35,6 +35,16 @@ class Visit:
     notes: list[Any]  # kept with this call for as long as its graph lives: what one pass leaves for another
     mask: Tensor | None  # which rows count, as set when the layer was called
     pass_id: int  # of the backward pass; within a checkpoint that runs one of its own (``use_reentrant=True``), of the pass around it
+    weight: Tensor | None = None  # where the gradient of x is wanted, too
+    grad_x: Tensor | None = None  # that gradient, once it has come along with the weight's
+
+    def plain_gradient(self, dtype: torch.dtype) -> Tensor:
+        """``Eᵀ A`` in this precision. In the precision of e, a gradient of x that is wanted comes along."""
+        layer, x, e = self.layer, self.x if self.layer.diagonal else self.x.to(dtype), self.e.to(dtype)
+        if self.weight is None or dtype != self.e.dtype:
+            return layer.weight_gradient(x, e)
+        self.grad_x, gradient = layer.gradients(x, e, self.weight.to(dtype))
+        return gradient
 
 
 class Receiver(Protocol):
@@ -107,14 +117,18 @@ class _Junction(torch.autograd.Function):
                 f"{layer.label}: many gradients at once (is_grads_batched=True, vmap over a backward pass) cannot come through a layer "
                 "with an optimizer of foof on it: ask for one at a time, or call the optimizer's remove() first."
             )
-        with torch.autocast(e.device.type, enabled=False):
+        device = e.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             grad_x = grad_weight = grad_bias = None
             to_weight = destination(ctx, WEIGHT) if needs_weight else Destination.NOWHERE
             to_bias = destination(ctx, BIAS) if needs_bias else Destination.NOWHERE
             if to_weight != Destination.NOWHERE or (needs_weight and layer.has_bias and to_bias != Destination.NOWHERE):
                 lands = Destination.GRAD in (to_weight, to_bias)
                 pass_id = _torch.backward_pass_id() if ctx.within < 0 else ctx.within
-                matrix = ctx.receiver.receive(Visit(layer, x, e, lands, ctx.notes, ctx.mask, pass_id))
+                visit = Visit(layer, x, e, lands, ctx.notes, ctx.mask, pass_id, weight if needs_x else None)
+                matrix, grad_x = ctx.receiver.receive(visit), visit.grad_x
+                if matrix is None and _torch.has_hooks(weight):  # which expect a gradient
+                    grad_weight = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
                 if matrix is not None:
                     grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
                     if grad_bias is not None:
@@ -122,7 +136,9 @@ class _Junction(torch.autograd.Function):
             if not layer.has_bias and to_bias != Destination.NOWHERE:  # somebody else's: its gradient is plain
                 grad_bias = layer.bias_gradient(e).to(ctx.bias_dtype)
             if needs_x:
-                grad_x = layer.input_gradient(x.to(e.dtype), e, weight.to(e.dtype)).to(x.dtype)
+                if grad_x is None:
+                    grad_x = layer.input_gradient(x.to(e.dtype), e, weight.to(e.dtype))
+                grad_x = grad_x.to(x.dtype)
         return None, grad_x, grad_weight, grad_bias, None, None
 
 

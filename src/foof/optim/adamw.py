@@ -98,14 +98,14 @@ class AdamW(NeuronOptimizer):
     """
 
     def __init__(self, model: nn.Module, lr: float = 3e-3, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
-                 weight_decay: float = 0.01, ema: float = 0.9, T: int = 32, S: int | None = 2, rest: Fallback | None = None,
+                 weight_decay: float = 0.01, ema: float = 0.9, T: int = 32, S: int | None = None, rest: Fallback | None = None,
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
                  process_group: Any = None) -> None:  # fmt: skip
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be in [0, 1), got {betas}.")
         self.betas, self.eps = betas, eps
         basis = InputBasis()
-        engine = engine_for_matrices(model, basis, Schedule.of(T, S), ema, exclude, (), process_group)
+        engine = engine_for_matrices(model, basis, Schedule.of(T, S, fed=2), ema, exclude, (), process_group)
         defaults = {"lr": lr, "damping": 1.0, "relative": True, "momentum": 0.0, "weight_decay": weight_decay}
         fallback = {"name": "adamw", "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} if rest is None else rest
         super().__init__(engine, defaults, groups, fallback, maximize)
@@ -124,7 +124,7 @@ class AdamW(NeuronOptimizer):
         if "exp_avg" not in state:
             state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(block.weight), exp_avg_sq=torch.zeros_like(block.weight))
         state["step"] += 1
-        with joined(block, state) as (first, second):
+        with torch.autocast(gradient.device.type, enabled=False), joined(block, state) as (first, second):
             G = block.layer.join(distributed.full(gradient), None).to(first.dtype)
             matrix = adam_in_basis(first, second, G, None if basis is None else basis.U, int(state["step"]), self.betas, self.eps)
         update = torch.empty_like(gradient)

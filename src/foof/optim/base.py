@@ -80,12 +80,14 @@ class NeuronOptimizer(Optimizer):
         """One update. The step's hooks make the gradients neuron gradients before it and drive the schedule after it."""
         if not self.preconditioner.taps:
             raise RuntimeError("this optimizer was taken off its model by remove(): its gradients are plain now. Make a new one to go on.")
-        check_learning_rates(self.param_groups, self._ratio)
+        if self._fallback is not None:
+            check_learning_rates(self.param_groups, self._ratio)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._warn_of_thawed()
+        if self._frozen:
+            self._warn_of_thawed()
         for group in self.param_groups:
             if group["kind"] == "neurons":
                 self._update(group)

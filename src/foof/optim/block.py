@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foof import distributed
 from foof.kronecker import InputInverse
@@ -65,17 +65,11 @@ class Block:
     rows: int = 0  # rows of the latest backward pass
     shares_weight: bool = False  # with a block of another layout (tied embedding and head)
 
-    @property
-    def layer(self) -> Layer:
-        return self.layers[0]
-
-    @property
-    def name(self) -> str:
-        return " = ".join(layer.label for layer in self.layers)
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return self.layers[0].weight
+    def __post_init__(self) -> None:
+        self.layer, self.name = self.layers[0], " = ".join(layer.label for layer in self.layers)
+        self.parameters = self.layer.parameters  # as they were when this was made; within a pass under FSDP a module has others
+        self.weight = self.parameters[0]
+        self._here = self.weight.device, wide(self.weight.dtype)
 
     @property
     def damping(self) -> Damping:
@@ -88,7 +82,7 @@ class Block:
 
     def gradients(self) -> list[Tensor]:
         """``.grad`` of the weight and of the bias, where they have one."""
-        return [p.grad for p in self.layer.parameters if p.grad is not None]
+        return [p.grad for p in self.parameters if p.grad is not None]
 
     def raw(self) -> Tensor:
         """``.grad`` as the matrix ``(n, m)`` or ``(G, n, m)``."""
@@ -115,8 +109,10 @@ class Block:
     def follow_weight(self) -> None:
         """Averages and inverse go where their weight has gone: ``model.double()``, ``model.to("cuda")``."""
         here = self.weight.device, wide(self.weight.dtype)
-        if sum(moment.moved(*here) for moment in self.moments.values()) and self.inverse is not None:
-            self.inverse = type(self.inverse).from_state_dict(moved(self.inverse.state_dict(), *here))
+        if here != self._here:
+            self._here = here
+            if sum(moment.moved(*here) for moment in self.moments.values()) and self.inverse is not None:
+                self.inverse = type(self.inverse).from_state_dict(moved(self.inverse.state_dict(), *here))
 
 
 def moved(state: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -126,6 +126,13 @@ def check_learning_rates(groups: Sequence[Mapping[str, Any]], ratio: float) -> N
         )
 
 
+def mean_over_rows(loss_average: str) -> bool:
+    """Is the loss a mean over a datapoint's rows, too?"""
+    if loss_average not in ("batch", "batch+sequence"):
+        raise ValueError(f'loss_average must be "batch" or "batch+sequence", got {loss_average!r}.')
+    return loss_average == "batch+sequence"
+
+
 def refuse_moved(names: Mapping[str, Any], moved: Mapping[str, str], whose: str) -> None:
     """Raise for options that are elsewhere now, and for those that never were."""
     for name in names:

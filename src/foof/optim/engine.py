@@ -7,6 +7,7 @@ The way of one batch: tap → ``receive`` (gather, and hand back the neuron grad
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -22,7 +23,7 @@ from foof.covering import by_matrix, covered_layers
 from foof.layers import Layer
 from foof.optim import checkpoint, sharing
 from foof.optim.block import Block
-from foof.optim.estimators import Estimator, Seen
+from foof.optim.estimators import STATISTICS_LIMIT, Estimator, Seen
 from foof.optim.step import Bypass, Ledger, Step
 from foof.passes import buffers_kept
 from foof.statistics import MovingAverage, Schedule, exact
@@ -51,6 +52,8 @@ class Engine:
         for block in self.blocks:
             block.shares_weight = any(other.weight is block.weight for other in self.blocks if other is not block)
         self._block_of = {id(layer): block for block in self.blocks for layer in block.layers}
+        self._warned: set[str] = set()
+        self._warn_of_memory()
         self.step = Step(self.blocks, self.estimator.moments)
         self.ledgers: dict[Block, Ledger] = {}  # of the step that is being taken
         self.mask: Tensor | None = None  # which rows of the inputs count, in forward passes from now on
@@ -59,9 +62,8 @@ class Engine:
         self.taps = [Tap(layer, self) for layer in layers]
         self._recording: Receiver | None = None
         self._sharded = any(distributed.is_sharded(block.weight) for block in self.blocks)
-        self._bypass: dict[Block, Bypass] = {}
+        self._bypass: dict[Block, Bypass] | None = {}  # None: one step has told
         self.handles: list[Any] = []
-        self._warned: set[str] = set()
 
     @property
     def device(self) -> torch.device:
@@ -73,34 +75,44 @@ class Engine:
         covered = {id(p) for block in self.blocks for layer in block.layers for p in layer.parameters}
         return [p for p in self.model.parameters() if id(p) in covered]
 
+    def _warn_of_memory(self) -> None:
+        """Of layers so wide that their statistics take more memory than anybody would expect."""
+        for block in self.blocks:
+            dtype = torch.promote_types(block.weight.dtype, torch.float32)
+            shapes = [self.estimator.moment_shape(block.layer, key) for key in self.estimator.moments]
+            needed = 2 * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
+            if needed > STATISTICS_LIMIT:
+                self.warn(f"{block.name}: its second moments {', '.join(map(str, shapes))} and inverse take {needed / 2**30:.1f} GiB. "
+                          f'FOOF(blocks="auto") splits its inputs into diagonal blocks; exclude=[{block.layer.name!r}] leaves it to the '
+                          "fallback optimizer.")
+
     # --- the backward pass ----------------------------------------------------------------------------------------------
 
     def receive(self, visit: Visit) -> Tensor | None:
         """The neuron gradient of one call of one layer; see ``foof.tap.Receiver``."""
         if self._recording is not None:
             return self._recording.receive(visit)
-        self.step.begin(visit.pass_id)
+        block = self._block_of[id(visit.layer)]
+        block.follow_weight()
+        ledger = self.step.ledger(block, visit.pass_id, visit.lands)
         if self.step.passes == FORGOTTEN:
             self.warn(f"{FORGOTTEN} backward passes since the last step of the optimizer on these neurons. While it is attached, gradients "
                       "of its layers are neuron gradients: call its step(), or its remove() if it is no longer wanted.", once=True)
         layer, x, e = visit.layer, visit.x, visit.e
-        block = self._block_of[id(layer)]
-        block.follow_weight()
         block.rows = layer.rows(e)
-        ledger = self.step.ledger(block, visit.lands)
         self.estimator.observe(block, ledger, visit, self.schedule.gathers())
         if block.inverse is None and ledger.inverse is None and block.moments and block.shares_weight and visit.lands:
             ledger.inverse = self._provisional_inverse(block, ledger)
         inverse = block.inverse or ledger.inverse
         if inverse is None or ledger.plain or self.estimator.leaves_plain(block):
-            gradient = layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e)
+            gradient = visit.plain_gradient(e.dtype)
             ledger.leave_plain(gradient, watch=not self._sharded)
         else:
-            gradient = inverse.gradient(layer, x, e)
-        if not (self._sharded or self.estimator.plain or block.shares_weight):
+            gradient = inverse.gradient(layer, x, e, visit.plain_gradient)
+        if self._bypass is not None and not (self._sharded or self.estimator.plain or block.shares_weight):
             if block not in self._bypass:
                 self._bypass[block] = Bypass(block.weight)
-            self._bypass[block].add(layer, gradient, _torch.backward_pass_id())
+            self._bypass[block].add(layer, gradient)
         return gradient
 
     @contextmanager
@@ -122,24 +134,36 @@ class Engine:
     @exact
     def prepare(self) -> None:
         """Before the update: make every covered ``.grad`` that is not yet the method's gradient so."""
-        check_frozen(self.blocks)
+        check_unchanged(self.blocks)
+        if self.wrapper is not self.model and _torch.joins_uneven_inputs(self.wrapper):
+            raise RuntimeError(
+                "inside DistributedDataParallel's join() ranks that have run out of data do not take part in averaging the statistics: "
+                "give all ranks equally many batches (DistributedSampler pads), and leave join() out."
+            )
+        self.ledgers, plain = self.step.settle(), dict[Block, Ledger | None]()
         for block in self.blocks:
-            block.damping  # noqa: B018  # or an error, before anything moves
-        self.ledgers = self.step.settle()
-        with_gradient = [block for block in self.blocks if block.weight.grad is not None]
-        if not with_gradient:
+            if block.weight.grad is None:
+                self._warn_of_no_gradient(block)
+            elif self._is_plain(block):
+                plain[block] = self.ledgers.get(block)
+        if all(block.weight.grad is None for block in self.blocks):
             return
-        for block in self.blocks:
-            if block.weight.grad is None and block.weight.requires_grad:
-                self.warn(f"{block.name}: the loss does not reach this layer; it is not updated.", once=True)
         self.estimator.prepare(self, self.ledgers)
         if self.keeps_plain:
             self.plain_gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.params]
-        plain = {block: self.ledgers.get(block) for block in with_gradient if self._is_plain(block)}
         provisional = {block: ledger for block, ledger in self.ledgers.items() if ledger.inverse is not None}
-        self._start({block: ledger for block, ledger in (plain | provisional).items() if block.inverse is None})
-        self.estimator.precondition({block: ledger for block, ledger in plain.items() if block.inverse is not None or not block.moments})
-        self._warn_of_bypasses()
+        if plain or provisional:
+            self._start({block: ledger for block, ledger in (plain | provisional).items() if block.inverse is None})
+            able = {block: ledger for block, ledger in plain.items() if block.inverse is not None or not block.moments}
+            self.estimator.precondition(able)
+        if self._bypass:
+            self._warn_of_bypasses(self._bypass)
+
+    def _warn_of_no_gradient(self, block: Block) -> None:
+        if block.weight.requires_grad and self.ledgers:
+            gone = not any(module is block.layer.module for module in self.model.modules())
+            why = "has been taken out of the model since the optimizer was made" if gone else "is not reached by the loss"
+            self.warn(f"{block.name}: this layer {why}; it is not updated.", once=True)
 
     def _is_plain(self, block: Block) -> bool:
         """Is this block's ``.grad`` still the plain gradient?"""
@@ -209,7 +233,7 @@ class Engine:
         if ledgers:
             self.estimator.finish(self, ledgers, self.schedule.gathers())
             if self.schedule.inverts():
-                self.refresh()
+                self._refresh()
             self._fold({block: ledger.seen for block, ledger in ledgers.items()})
             self.estimator.folded(ledgers)
             self.schedule.advance()
@@ -219,8 +243,13 @@ class Engine:
         """The gradients are being thrown away, and with them what they came with."""
         self.step.drop()
 
+    @torch.no_grad()
+    @exact
     def refresh(self) -> None:
         """Invert every block whose statistics or damping have changed."""
+        self._refresh()
+
+    def _refresh(self) -> None:
         if self.estimator.moments:
             self.synchronise()
             self._invert([block for block in self.blocks if block.known])
@@ -228,14 +257,8 @@ class Engine:
     @torch.no_grad()
     def synchronise(self) -> None:
         """Average the statistics over the process group; see ``foof.optim.sharing``. Alone: nothing."""
-        if _torch.joins_uneven_inputs(self.wrapper):
-            raise RuntimeError(
-                "inside DistributedDataParallel's join() ranks that have run out of data do not take part in averaging the statistics: "
-                "give all ranks equally many batches (DistributedSampler pads), and leave join() out."
-            )
         sharing.synchronise(self.blocks, set(), self.process_group, self.estimator)
 
-    @exact
     def _invert(self, blocks: list[Block]) -> None:
         """New inverses from the averages as they are, where those or the damping have changed."""
         if distributed.group_of(self.process_group) is None:
@@ -246,7 +269,6 @@ class Engine:
             block.made_of = made_of(block)
             self.estimator.adopt(block, old[block])
 
-    @exact
     def _fold(self, seen: Seen) -> None:
         """Fold what was gathered into the moving averages; a batch with NaN or inf is left out, with a warning."""
         due = [(block, key, gathered) for block, by_key in seen.items() for key, gathered in by_key.items() if gathered]
@@ -263,12 +285,12 @@ class Engine:
                           "this batch is left out of the statistics.")
             seen[block][key] = type(gathered)()
 
-    def _warn_of_bypasses(self) -> None:
+    def _warn_of_bypasses(self, bypasses: dict[Block, Bypass]) -> None:
         """Once: one step is enough to tell whether a gradient comes by other ways, too."""
-        found = [block.name for block, bypass in self._bypass.items() if bypass.found]
-        for bypass in self._bypass.values():
+        self._bypass = None
+        found = [block.name for block, bypass in bypasses.items() if bypass.found]
+        for bypass in bypasses.values():
             bypass.remove()
-            bypass.found = False
         if found:
             self.warn(f"{', '.join(found[:5])}: part of the gradient does not come through forward() (a penalty on the weight, or a use "
                       "of it elsewhere). After the first step that part is not preconditioned; exclude=[...] leaves a layer to the "
@@ -295,7 +317,9 @@ class Engine:
         with buffers_kept(self.model), random_numbers_kept(self.device):
             for batch in batches:
                 any_batch = True
-                self._fold(self.estimator.see(self, self.model, batch))
+                seen = self.estimator.see(self, self.model, batch)
+                with torch.autocast(self.device.type, enabled=False):
+                    self._fold(seen)
         self.synchronise()
         missing = [block.name for block in self.blocks if not block.known]
         if not any_batch and len(missing) == len(self.blocks):
@@ -311,6 +335,14 @@ class Engine:
             layer.name: {key: moment.value.clone() for key, moment in block.moments.items() if moment.value is not None}
             for block in self.blocks for layer in block.layers
         }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics, inverses and schedule: what the optimizer's state dict has under ``"neurons"``."""
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict``; what is pending is dropped."""
+        checkpoint.load_state_dict(self, state)
 
     # --- ties -------------------------------------------------------------------------------------------------------------
 
@@ -344,9 +376,9 @@ class Engine:
 
     def remove(self) -> None:
         """Take every hook off the model and the optimizer: gradients are plain again."""
-        for handle in [*self.taps, *self.handles, *self._bypass.values(), self.step]:
+        for handle in [*self.taps, *self.handles, *(self._bypass or {}).values(), self.step]:
             handle.remove()
-        self.taps, self.handles, self._bypass = [], [], {}
+        self.taps, self.handles, self._bypass = [], [], None
 
 
 class Replaced:
@@ -372,7 +404,7 @@ def refuse_copies(*_: Any) -> Any:
 
 def made_of(block: Block) -> tuple[Any, ...]:
     """What an inverse of this block would be made of now."""
-    return block.damping, *(moment.updates for moment in block.moments.values())
+    return block.options["damping"], block.options.get("relative"), *[moment.updates for moment in block.moments.values()]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -400,10 +432,17 @@ def check_coverable(model: nn.Module, layers: list[Layer], rest: Mapping[str, st
             raise ValueError(f"{layer.label}: the model already has an optimizer on its neurons; call its remove() before making another.")
 
 
-def check_frozen(blocks: list[Block]) -> None:
-    """Raise where one of a weight and its bias, which are preconditioned together, has been frozen by itself since."""
+def check_unchanged(blocks: list[Block]) -> None:
+    """Raise, before anything moves, where a weight has been replaced, or given a damping that cannot be meant, or where one of a weight
+    and its bias, which are preconditioned together, has been frozen by itself."""
     for block in blocks:
-        if len({p.requires_grad for p in block.layer.parameters}) > 1:
+        if block.layer.module.weight is not block.weight:
+            raise RuntimeError(
+                f"{block.name}: its weight is another one than when the optimizer was made (resize_token_embeddings(), weight_norm, "
+                "load_state_dict(assign=True)?), which no step would train: call remove() and make a new optimizer."
+            )
+        block.damping  # noqa: B018  # or an error
+        if len(block.parameters) > 1 and block.parameters[0].requires_grad != block.parameters[1].requires_grad:
             raise RuntimeError(
                 f"{block.name}: of its weight and bias, which have one neuron gradient, one was frozen after the optimizer was made. "
                 "Freeze both, or call remove() and make a new optimizer."

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from foof._torch import origin
-from foof.kronecker import EigenInverse, InputInverse, KroneckerInverse
-from foof.layers import Embedding, Layer
+from foof.kronecker import EigenInverse, InputInverse, KroneckerInverse, in_blocks
+from foof.layers import Conv, Embedding, Layer
 from foof.likelihood import Labels, Likelihood, make_generator, restore
 from foof.optim.block import Block
 from foof.optim.step import Ledger
 from foof.passes import call_model
-from foof.statistics import EACH_ROW, Gathered, Schedule
+from foof.patches import better_than_rows, second_moment
+from foof.statistics import EACH_ROW, Gathered, Schedule, wide
 from foof.tap import Receiver, Visit, inputs_seen, layers_behind
 
+STATISTICS_LIMIT = 2**30  # bytes that Σ of one layer and its inverse may take without a word
 Seen = dict[Block, dict[str, Gathered]]
 
 
@@ -113,12 +115,26 @@ class InputMoments(Estimator):
     name = "foof"
     moments = ("Sigma",)
 
-    def __init__(self, mean_over_rows: bool = False) -> None:
-        self.mean_over_rows = mean_over_rows
+    def __init__(self, mean_over_rows: bool = False, blocks: int | str = 1) -> None:
+        if blocks != "auto" and not (isinstance(blocks, int) and blocks >= 1):
+            raise ValueError(f'blocks is into how many diagonal blocks a layer\'s inputs are split: at least 1, or "auto", got {blocks!r}.')
+        self.mean_over_rows, self.blocks = mean_over_rows, blocks
+
+    def splits(self, layer: Layer) -> int:
+        """Into how many blocks this layer's inputs are split: the fewest that keep Σ and its inverse within a gibibyte, for "auto"."""
+        if layer.diagonal or layer.groups > 1:
+            return 1
+        auto = -(-2 * layer.m**2 * wide(layer.weight.dtype).itemsize // STATISTICS_LIMIT)
+        return min(auto if isinstance(self.blocks, str) else self.blocks, layer.m)
+
+    def moment_shape(self, layer: Layer, key: str) -> tuple[int, ...]:
+        k = self.splits(layer)
+        return (k, -(-layer.m // k), -(-layer.m // k)) if k > 1 else super().moment_shape(layer, key)
 
     def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
         if due or block.inverse is None:
-            gather_inputs(ledger.seen["Sigma"], visit.layer, visit.x, visit.mask, visit.pass_id, self.mean_over_rows)
+            k = 1 if self.blocks == 1 else self.splits(visit.layer)
+            gather_inputs(ledger.seen["Sigma"], visit.layer, visit.x, visit.mask, visit.pass_id, self.mean_over_rows, k)
 
     def invert(self, block: Block, T: int) -> InputInverse:
         Sigma, layer = block.moments["Sigma"].value, block.layer
@@ -135,17 +151,19 @@ class InputMoments(Estimator):
         seen: Seen = {block: {"Sigma": Gathered()} for block in host.blocks}
 
         def gather(layer: Layer, x: Tensor) -> None:
-            gather_inputs(seen[block_of[id(layer)]]["Sigma"], layer, x, None, 0, self.mean_over_rows)
+            gather_inputs(seen[block_of[id(layer)]]["Sigma"], layer, x, None, 0, self.mean_over_rows, self.splits(layer))
 
         with torch.no_grad(), inputs_seen([layer for block in host.blocks for layer in block.layers], gather):
             call_model(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
         return seen
 
 
-def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | None, pass_id: int, mean_over_rows: bool) -> None:
+def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | None, pass_id: int, mean_over_rows: bool,
+                  blocks: int = 1) -> None:  # fmt: skip
     """Add a layer's inputs of one call to what the step has seen of ``Σ = 1/N Σ_i Σ_r a_ir a_irᵀ``.
 
     mask: rows to count, ``(N, R)``. mean_over_rows: ``Σ = 1/(N R) Σ_i Σ_r``, for losses that are means over rows, too.
+    blocks: how many diagonal blocks of Σ are wanted.
     """
     callers = origin(x).grad_fn is None  # made by no operation: a buffer that may be filled again before step()
     x = x.detach()
@@ -154,12 +172,19 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | No
         datapoints = rows.numel() if mean_over_rows else len(x) if x.dim() else 1
         gathered.add_moment(layer.counts(rows), datapoints, EACH_ROW if mean_over_rows else pass_id)
         return
+    if isinstance(layer, Conv) and mask is None and blocks == 1 and better_than_rows(layer, x):
+        datapoints = len(layer.batched(x))
+        count, of = (datapoints * layer.locations(x), EACH_ROW) if mean_over_rows else (datapoints, pass_id)
+        gathered.add_moment(second_moment(layer, x), count, of)  # by patches or without, whichever is cheaper
+        return
     a = layer.input_rows(x)
     if callers and a.data_ptr() == x.data_ptr():
         a = a.clone()
     rows, datapoints, counted = a.flatten(-3, -2), a.shape[-3], _counted(a, layer, mask)
     if counted is not None:
         rows = rows[counted]
+    if blocks > 1:
+        rows = in_blocks(rows, blocks)
     with torch.autocast(x.device.type, enabled=False):
         if mean_over_rows:
             gathered.add_rows(rows, rows.shape[-2], EACH_ROW)

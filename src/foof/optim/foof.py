@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof._torch import foreach_norm
+from foof.kronecker import in_blocks
 from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block
-from foof.optim.checks import Fallback
+from foof.optim.checks import Fallback, mean_over_rows
 from foof.optim.engine import Engine, unwrapped
 from foof.optim.estimators import InputMoments
 from foof.optim.rules import descend_by, paced, reach
@@ -58,6 +59,10 @@ class FOOF(NeuronOptimizer):
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``.
         groups: parameters with their own lr, damping, relative, max_change, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``. For
             those that are not covered the weight_decay holds, and the lr where the whole group is not.
+        blocks: into how many diagonal blocks Σ is split, for layers with very many inputs; ``"auto"``: as few as keep a layer's
+            statistics within a gibibyte.
+        loss_average: ``"batch"``: the loss is a mean over datapoints; ``"batch+sequence"``: over their rows (tokens), too, as language
+            losses are. Then Σ is such a mean as well, and lr and damping mean the same at any length.
         exclude: names of modules to leave to the fallback optimizer.
         maximize: ascend instead.
         process_group: with whom to share statistics and inversions; None: everyone in the default group, False: nobody.
@@ -65,8 +70,9 @@ class FOOF(NeuronOptimizer):
 
     def __init__(self, model: nn.Module, lr: float | None = None, damping: float | str | None = None, *, relative: bool = False,
                  max_change: float | None = None, momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100,
-                 S: int | None = None, rest: Fallback | None = None, groups: Sequence[Mapping[str, Any]] = (),
-                 exclude: Iterable[str] = (), maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
+                 S: int | None = None, blocks: int | str = 1, loss_average: str = "batch", rest: Fallback | None = None,
+                 groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
+                 process_group: Any = None) -> None:  # fmt: skip
         self.paced = lr is None  # is the step set by how far it moves the outputs, or merely bounded?
         if lr is None:
             lr = max_change = MAX_CHANGE if max_change is None else max_change
@@ -74,8 +80,8 @@ class FOOF(NeuronOptimizer):
         if damping is None:
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
-        exclude = (*exclude, *vocabulary)
-        engine = Engine(model, lambda _: InputMoments(), Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
+        exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks)
+        engine = Engine(model, lambda _: estimator, Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
         defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,
@@ -119,7 +125,10 @@ class FOOF(NeuronOptimizer):
         if Sigma is None:  # no row has come yet, and no gradient
             return torch.ones((), device=block.weight.device, dtype=wide(block.weight.dtype))
         U, bias = block.raw().to(Sigma.dtype), layer.bias
-        return reach(U, Sigma, layer.join(distributed.full(block.weight), None if bias is None else distributed.full(bias)))
+        W = layer.join(distributed.full(block.weight), None if bias is None else distributed.full(bias))
+        if Sigma.dim() > U.dim():  # diagonal in blocks of inputs
+            return reach(in_blocks(U, len(Sigma)), Sigma, in_blocks(W, len(Sigma)), blocks=len(Sigma))
+        return reach(U, Sigma, W)
 
     def _factors(self, group: dict[str, Any], rho: Tensor, weights: list[nn.Parameter]) -> Tensor:
         """What to multiply lr·U by. The largest sum that momentum can make of bounded updates is theirs over 1 - μ: so it is bounded."""

@@ -12,16 +12,16 @@ from foof import distributed
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, Calls, ModelCall, QuadraticModelSteps, check_adaptive, fisher_in
 from foof.optim.block import Damping
-from foof.optim.checks import Fallback, refuse_moved
+from foof.optim.checks import Fallback, mean_over_rows, refuse_moved
 from foof.optim.engine import Engine
 from foof.optim.estimators import DAMPING_MODES, FisherSettings, KroneckerFisher
 from foof.statistics import Schedule
 from foof.tap import leave_note
 
 MOVED = {  # options once
-    "second_factor": "the ablations of Appendix D.9 are the study's: foof.study.train.methods",
-    "rows": "Σ_E is the mean over rows; the study's KFAC for the paper's convolutions has their sum: foof.study.train.methods",
-    "deferred": "what other updates would have been is the study's business: foof.study.train.updates",
+    "second_factor": "the ablations of Appendix D.9 are the study's: foof.study.train.ablations.kfac",
+    "rows": "Σ_E is the mean over rows; the study's KFAC for the paper's convolutions has their sum: foof.study.train.ablations.kfac",
+    "deferred": "what other updates would have been is the study's business: foof.study.train.ablations.kfac, and foof.study.train.updates",
 }
 
 
@@ -50,6 +50,7 @@ class KFAC(QuadraticModelSteps):
             (``"full"``, one backward pass per class), or the data's (``"empirical"``: ``update_curvature(out, y)``).
         likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs; classes last, ``(N, ..., C)``.
         datapoints: how many of each batch feed the factors; None for all.
+        loss_average: as in ``FOOF``.
         adaptive: an ``Adaptive``, or True for all of it: damping, step size and momentum of Martens & Grosse (2015), from exact
             Fisher-vector products on each step's batch; lr and momentum are then not used. Call ``update_curvature`` on every
             step, and for the damping ``adapt_damping(loss_before, loss_after)`` after steps where ``adaptation_due``.
@@ -60,15 +61,16 @@ class KFAC(QuadraticModelSteps):
 
     def __init__(self, model: nn.Module, lr: float = 0.003, damping: float = 0.01, *, damping_mode: str = "heuristic",
                  fisher: str = "mc", samples: int = 1, likelihood: str | Likelihood = "categorical", datapoints: int | None = None,
-                 adaptive: Adaptive | bool = False, generator: torch.Generator | int | None = None, momentum: float = 0.0,
-                 weight_decay: float = 0.0, ema: float = 0.95, T: int = 100, S: int | None = None, rest: Fallback = "adamw",
+                 loss_average: str = "batch", adaptive: Adaptive | bool = False,
+                 generator: torch.Generator | int | None = None, momentum: float = 0.0, weight_decay: float = 0.0,
+                 ema: float = 0.95, T: int = 100, S: int | None = None, rest: Fallback = "adamw",
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
                  process_group: Any = None, **moved: Any) -> None:  # fmt: skip
         refuse_moved(moved, MOVED, "KFAC")
         for options in ({"damping": damping}, *groups):
             Damping(options.get("damping", damping), options.get("relative", False)).absolute("KFAC needs")
         self.adaptive = check_adaptive(adaptive, weight_decay, groups, maximize)
-        make = kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, self.estimator)
+        make = kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, self.estimator, loss_average)
         engine = Engine(model, make, Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
         self._calls: Calls | None = None
         check_unsharded(engine)
@@ -108,11 +110,13 @@ class KFAC(QuadraticModelSteps):
 
 
 def kronecker_fisher(damping_mode: str, fisher: str, samples: int, likelihood: str | Likelihood, datapoints: int | None,
-                     generator: torch.Generator | int | None, estimator: type[KroneckerFisher] = KroneckerFisher) -> Any:  # fmt: skip
+                     generator: torch.Generator | int | None, estimator: type[KroneckerFisher] = KroneckerFisher,
+                     loss_average: str = "batch") -> Any:  # fmt: skip
     """KFAC's estimator for a device, from what people write."""
     if damping_mode not in DAMPING_MODES:
         raise ValueError(f"damping_mode must be one of {', '.join(map(repr, DAMPING_MODES))}, got {damping_mode!r}.")
-    settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), datapoints)
+    of_rows = mean_over_rows(loss_average)
+    settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), datapoints, mean_over_rows=of_rows)
     return lambda device: estimator(settings, DAMPING_MODES[damping_mode], generator, device)
 
 

@@ -81,7 +81,7 @@ class Muon(NeuronOptimizer):
         momentum, nesterov, weight_decay: as in ``torch.optim.Muon``; the decay is decoupled.
         scale: ``"original"``, ``√max(1, n/m)``, or ``"match_rms_adamw"``, ``0.2 √max(n, m)``, to use a learning rate of AdamW's size.
         orthogonalisation: how many steps of Newton-Schulz.
-        ema, T, S: Σ is inverted every T steps, and fed on the S steps before.
+        ema, T, S: Σ is inverted every T steps, and fed on the S steps before (default ``min(T, 2)``).
         head: names of the output layers; None: the one the model names (``get_output_embeddings``), else the last one defined.
         rest: the fallback optimizer, as for ``foof.FOOF``; by default AdamW with lr 3e-3 and betas (0.9, 0.95).
         groups, exclude, maximize, process_group: as for ``foof.FOOF``.
@@ -89,12 +89,12 @@ class Muon(NeuronOptimizer):
 
     def __init__(self, model: nn.Module, lr: float = 0.02, damping: float = 0.1, *, power: float = -1.0, momentum: float = 0.95,
                  nesterov: bool = True, weight_decay: float = 0.0, scale: str = "original", orthogonalisation: int = 5,
-                 ema: float = 0.9, T: int = 32, S: int | None = 2, head: Iterable[str] | None = None,
+                 ema: float = 0.9, T: int = 32, S: int | None = None, head: Iterable[str] | None = None,
                  rest: Fallback = ADAMW, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
                  maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         check_rule(damping, power, scale)
         self.nesterov, self.scale, self.orthogonalisation = nesterov, scale, orthogonalisation
-        engine = engine_for_matrices(model, InputsForMomentum(power), Schedule.of(T, S), ema, exclude, head, process_group)
+        engine = engine_for_matrices(model, InputsForMomentum(power), Schedule.of(T, S, fed=2), ema, exclude, head, process_group)
         defaults = {"lr": lr, "damping": damping, "relative": True, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(engine, defaults, groups, rest, maximize)
 
@@ -110,7 +110,8 @@ class Muon(NeuronOptimizer):
         """``scale · orth(M P)`` in the shape of the weight, and sharded as it is."""
         M = momentum_of(self._momentum(block.weight), gradient, momentum, self.nesterov)
         inverse = None if block.inverse is None else block.inverse.P
-        matrix = orthogonal_update(block.layer.join(distributed.full(M), None), inverse, self.orthogonalisation, self.scale)
+        with torch.autocast(gradient.device.type, enabled=False):
+            matrix = orthogonal_update(block.layer.join(distributed.full(M), None), inverse, self.orthogonalisation, self.scale)
         update = torch.empty_like(gradient)
         distributed.write(update, block.layer.split(matrix)[0])
         return update

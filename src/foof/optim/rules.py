@@ -169,8 +169,10 @@ def relative_change(change: Tensor, size: Tensor, unit: Tensor) -> Tensor:
     return torch.where((change == 0) & (size == 0), change, change / size).clamp_min(0).sqrt()
 
 
-def reach(update: Tensor, Sigma: Tensor, weight: Tensor) -> Tensor:
+def reach(update: Tensor, Sigma: Tensor, weight: Tensor, blocks: int = 1) -> Tensor:
     """``ρ(U)/‖U‖``, one number for all groups: what to multiply an update's norm by to know how far it moves the outputs.
+
+    Where Σ is diagonal in blocks of inputs, the leading dimension is over these ``blocks``, whose outputs add up.
 
     For U = 0 that of an update alike in all directions. ``U Σ Uᵀ`` costs 2·n·m² where a norm costs n·m: so that it can be measured now and
     then, the trace is over no more than ``NEURONS`` of the n, evenly spread.
@@ -180,7 +182,7 @@ def reach(update: Tensor, Sigma: Tensor, weight: Tensor) -> Tensor:
     U, W = update[..., some, :], weight[..., some, :].to(update.dtype)
     power, size = U.square().sum(), output_power(W, Sigma).sum() * (n / U.shape[-2])
     change = torch.where(power == 0, unit_power(Sigma, 1).mean(), output_power(U, Sigma).sum() / power)
-    return relative_change(change, size, unit_power(Sigma, n).sum())
+    return relative_change(change, size, unit_power(Sigma, n).sum() / blocks)
 
 
 def paced(rho: Tensor, usual: Tensor) -> Tensor:

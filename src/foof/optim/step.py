@@ -77,15 +77,15 @@ class Step:
 
         return block.weight.register_post_accumulate_grad_hook(arrived)
 
-    def begin(self, pass_id: int) -> None:
-        """A pass comes by; what earlier ones brought is dropped where its gradient is gone (``model.zero_grad()``)."""
+    def ledger(self, block: Block, pass_id: int, lands: bool) -> Ledger:
+        """Where to write what a pass brings for a block.
+
+        When a new pass comes by, what earlier ones brought is dropped where its gradient is gone (``model.zero_grad()``).
+        """
         if pass_id != self._latest_pass:
             self._latest_pass = pass_id
             self.passes += 1
             self._drop_lost()
-
-    def ledger(self, block: Block, lands: bool) -> Ledger:
-        """Where to write what a pass brings for a block."""
         ledgers = self._landing if lands else self._captured
         if block not in ledgers:
             ledgers[block] = Ledger(self._moments)
@@ -115,8 +115,10 @@ class Step:
         """The step was taken."""
         self.drop()
         self.passes = 0
-        gradients = {block: block.weight.grad for block in self.blocks if block.weight.grad is not None}
-        self._left = {block: (weakref.ref(g), _torch.version(g)) for block, g in gradients.items()}
+        self._left = {}
+        for block in self.blocks:
+            if (gradient := block.weight.grad) is not None:
+                self._left[block] = weakref.ref(gradient), _torch.version(gradient)
 
     def drop(self) -> None:
         """Forget what has come since the last step."""
@@ -144,10 +146,10 @@ class Bypass:
         self._pass: int | None = None
         self._handle: Any = weight.register_hook(self._compare)  # sees the sum over all ways to the weight
 
-    def add(self, layer: Layer, gradient: Tensor, pass_id: int) -> None:
+    def add(self, layer: Layer, gradient: Tensor) -> None:
         """What a tap returns for the layer's matrix on this pass."""
         if self._handle is not None:
-            mine = layer.split(gradient)[0]
+            mine, pass_id = layer.split(gradient)[0], _torch.backward_pass_id()
             self._through = mine if self._through is None or pass_id != self._pass else self._through + mine
             self._pass = pass_id
 

@@ -17,6 +17,7 @@ Get = Callable[[Setting], Record | None]  # the record of a setting, if there is
 RunAll = Callable[[Sequence[Setting]], list[Record]]  # settings to their records in order, e.g. a sweep with its store
 CHALLENGERS = 2  # of a centre
 SELECTS = 0  # the seed that settings are chosen with
+EXPLODED = 10.0  # times the first loss
 CLEARLY = 1.1  # a challenger's loss in the grid is lower by this factor: about as much as seeds differ by
 
 
@@ -243,7 +244,7 @@ class _Contest:
 
 
 def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setting], order: Sequence[Setting], get: Get) -> _Contest:
-    """The lowest loss at the end of training, with the seed that selects, among those that no seed that reports finds to explode.
+    """The lowest loss at the end of training, with the seed that selects, among those that explode on no seed.
 
     Without short runs all of the grid is there. With them, the centre and its challengers are run to the end, and, should the centre
     have exploded on the way, the best of the grid in its place.
@@ -256,7 +257,7 @@ def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setti
                 return _Contest(first, (s,))
     there = [s for s in dict.fromkeys((first, *order)) if get(s) is not None]
     for s in sorted(there, key=lambda s: _score(get(s))):
-        if not any(exploded(record) for seed in search.reports(s) if (record := get(seed))):
+        if not any(exploded(record) for run in (s, *search.reports(s)) if (record := get(run))):
             return _Contest(s)
     return _Contest(first)
 
@@ -266,9 +267,9 @@ def _score(record: Record | None) -> float:
 
 
 def exploded(record: Record) -> bool:
-    """Did it diverge, or end at more than twice the loss it began with?"""
-    begun = next(iter(record.series.get("loss", [])), math.inf)
-    return not math.isfinite(record.score) or record.score > 2 * begun
+    """Did it diverge, or was its loss ever ten times what it began with?"""
+    losses = record.series.get("loss") or [math.inf]
+    return not math.isfinite(record.score) or max(losses) > EXPLODED * losses[0]
 
 
 def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Setting, ...]]:

@@ -19,7 +19,7 @@ from foof.study.paper.toy import Toy, toy
 from foof.study.paper.verdicts import Spread, spread
 from foof.study.search.presets import Preset
 from foof.study.show import plots
-from foof.study.show.plots import Curve, curve, curves_figure, tuning_figure
+from foof.study.show.plots import Curve, curve, curves_figure, map_figure
 from foof.study.show.svg import bars_svg, curves_svg
 from foof.study.train.setting import Record
 
@@ -70,14 +70,14 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Searched:
-    """Loss over learning rate of everything that was tried."""
+class Map:
+    """Loss over learning rate and λ of everything that was tried."""
 
     searches: Found
-    heading: str = "The search behind it, one seed"
+    heading: str = "Loss over learning rate and λ: all trials, one seed"
 
     def figure(self) -> go.Figure:
-        return tuning_figure(self.searches, self.heading)
+        return map_figure(self.searches, self.heading)
 
     def svg(self) -> str:
         return ""
@@ -109,7 +109,7 @@ def _behind(panel: published.Panel | None) -> list[Curve]:
 
 def _searched(found: Found) -> list[Drawing]:
     grids = {label: t for label, t in found.items() if len(t.tried) > 1}
-    return [Searched(grids)] if grids else []
+    return [Map(grids)] if grids else []
 
 
 def losses(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:

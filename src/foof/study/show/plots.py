@@ -16,7 +16,7 @@ from foof.study.paper.toy import Toy
 from foof.study.paper.verdicts import Spread
 from foof.study.search.grids import Tuned
 from foof.study.train.methods import title
-from foof.study.train.setting import Record
+from foof.study.train.setting import Record, Setting
 
 # One colour per method, the same in every figure; told apart by people who see colours differently (Okabe & Ito),
 # and readable on light and dark ground. A variant has a shade of its family's colour.
@@ -167,25 +167,52 @@ def bars_figure(ours: Mapping[str, Spread], published: Mapping[str, float], head
     return style(figure, heading).update_layout(showlegend=bool(there))
 
 
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+def row_name(s: Setting) -> str:
+    """What a row of a grid has in common: its λ, or SGD's momentum."""
+    if isinstance(s.damping, float):
+        return f"λ = {s.damping:g}"
+    return f"momentum {s.option('momentum', 0.0):g}" if s.optimizer == "sgd" else str(s.damping or "")
 
 
-def tuning_figure(searches: Mapping[str, Tuned], heading: str) -> go.Figure:
-    """Losses over learning rate, one line per method and damping, at the last step that all trials have; without diverged runs."""
-    figure = go.Figure()
-    step = min(r.setting.steps for tuned in searches.values() for r in tuned.tried)
+ROW = 22  # pixels of a row of a map
+
+
+def map_figure(searches: Mapping[str, Tuned], heading: str) -> go.Figure:
+    """The loss over learning rate and λ, one row for each λ of each method: colours are losses at the last step that all trials of a
+    method have, crosses have diverged, a ring marks what was chosen."""
+    figure, rows = go.Figure(), []
     for label, tuned in searches.items():
-        for i, damping in enumerate(dict.fromkeys(r.setting.damping for r in tuned.tried)):
-            row = sorted((r.setting.lr, r.end_loss(step)) for r in tuned.tried if r.setting.damping == damping)
-            row = [(lr, loss) for lr, loss in row if loss < math.inf]
-            name = label if i == 0 or not isinstance(damping, float) else f"{label}, λ = {damping:g}"
-            figure.add_scatter(
-                x=[lr for lr, _ in row], y=[loss for _, loss in row], name=name, mode="lines+markers", hovertemplate="%{y:.4g}",
-                line={"color": colour(label), "width": 2, "dash": DASHES[i % len(DASHES)]}, marker={"size": 8, "symbol": i},
-            )  # fmt: skip
-    figure.update_xaxes(title="learning rate", **log_axis([t for trace in figure.data for t in trace.x]))
-    figure.update_yaxes(title=f"training loss at step {step:,}", **log_axis([t for trace in figure.data for t in trace.y]))
-    return style(figure, heading)
+        step = min(r.setting.steps for r in tuned.tried)
+        trials = sorted(tuned.tried, key=lambda r: (r.setting.damping or 0.0 if r.setting.damping != "auto" else 0.0, r.setting.lr))
+        rows += [_map_point(label, tuned, r, r.end_loss(step)) for r in trials]
+    lost = [row for row in rows if not row["loss"] < math.inf]
+    kept = [row for row in rows if row["loss"] < math.inf]
+    logs = [math.log10(row["loss"]) for row in kept]
+    figure.add_scatter(
+        x=[row["lr"] for row in kept], y=[row["name"] for row in kept], mode="markers+text", showlegend=False,
+        text=[f"{row['loss']:.2g}" for row in kept], textposition="middle right", textfont={"size": 10},
+        marker={"symbol": "square", "size": 15, "color": logs, "colorscale": "Viridis", "reversescale": True,
+                "cmax": min(1.0, max(logs, default=1.0)), "line": {"width": [3 if row["best"] else 0 for row in kept], "color": "#d5513e"}},
+        customdata=[row["loss"] for row in kept], hovertemplate="lr %{x}: %{customdata:.4g}<extra>%{y}</extra>",
+    )  # fmt: skip
+    if lost:
+        figure.add_scatter(
+            x=[row["lr"] for row in lost], y=[row["name"] for row in lost], mode="markers", name="diverged",
+            marker={"symbol": "x", "size": 10, "color": "#8a8f98"}, hovertemplate="lr %{x} diverged<extra>%{y}</extra>",
+        )  # fmt: skip
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    figure.update_xaxes(title="learning rate", type="log", dtick=1, exponentformat="power")
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
+    return style(figure, heading, height=120 + ROW * len(names)).update_layout(hovermode="closest")
+
+
+def _map_point(label: str, tuned: Tuned, r: Record, loss: float) -> dict[str, Any]:
+    chosen = (r.setting.lr, r.setting.damping, r.setting.option("momentum")) == (
+        tuned.best.lr, tuned.best.damping, tuned.best.option("momentum"),
+    )  # fmt: skip
+    row = row_name(r.setting)
+    name = label if not row or row in label else f"{label}, {row}"
+    return {"lr": r.setting.lr, "name": name, "loss": loss if math.isfinite(loss) else math.inf, "best": chosen}
 
 
 def toy_figure(example: Toy) -> go.Figure:

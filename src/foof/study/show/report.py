@@ -25,6 +25,7 @@ from foof.study.search.presets import PRESETS, Preset
 from foof.study.search.store import Store
 from foof.study.show.drawings import compare, draw
 from foof.study.show.headline import Headline, headline
+from foof.study.show.plots import row_name
 from foof.study.show.scoreboard import Group, bar_svg, brief, deciding, groups
 from foof.study.show.svg import side_by_side
 from foof.study.train.setting import Record, Setting
@@ -72,20 +73,13 @@ def _damping(s: Setting) -> str:
     return f"{s.damping:g}" if isinstance(s.damping, float) else s.damping or ""
 
 
-def _row_name(s: Setting) -> str:
-    """What a row of a grid has in common: its λ, or SGD's momentum."""
-    if damping := _damping(s):
-        return f"λ {damping}"
-    return f"momentum {s.option('momentum', 0.0):g}" if s.optimizer == "sgd" else ""
-
-
 def _tried(tuned: Tuned) -> str:
     """Learning rates by row, those that diverged marked."""
     if len(tuned.tried) < 2:
         return "–" if tuned.grid_done else "no grid yet"
     rows: dict[str, list[str]] = {}
     for r in sorted(tuned.tried, key=lambda r: r.setting.lr):
-        rows.setdefault(_row_name(r.setting), []).append(f"{r.setting.lr:g}" + (" (diverged)" if r.status == "diverged" else ""))
+        rows.setdefault(row_name(r.setting), []).append(f"{r.setting.lr:g}" + (" (diverged)" if r.status == "diverged" else ""))
     said = "; ".join("lr " + ", ".join(lrs) + (f" at {name}" if name else "") for name, lrs in rows.items())
     short = f", compared at step {tuned.grid_steps:,}" if tuned.grid_steps else ""
     return said + short + ("" if tuned.grid_done else f", {len(tuned.tried)} of {tuned.planned}")

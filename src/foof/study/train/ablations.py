@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import foof
-from foof.kronecker import EigenInverse, KroneckerInverse
+from foof.kronecker import EigenInverse, KroneckerInverse, Plain
 from foof.layers import Layer
 from foof.optim.estimators import KroneckerFisher
 from foof.statistics import wide
@@ -35,7 +35,7 @@ class RescaledInputInverse(KroneckerInverse):
         size = self.left(without.mT).norm()
         return without * (size / without.norm().clamp_min(torch.finfo(G.dtype).tiny))
 
-    def gradient(self, layer: Layer, x: Tensor, e: Tensor) -> Tensor:
+    def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
         e = e.to(wide(e.dtype))
         return self.apply(layer.weight_gradient(x if layer.diagonal else x.to(e.dtype), e))
 

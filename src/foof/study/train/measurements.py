@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,6 +46,21 @@ def _similarity(moment: Moment) -> float:
     return updates.cosine(updates.updates(optimizer), updates.updates(optimizer, "drop-scaled"), Sigma)
 
 
+def _similarity_euclidean(moment: Moment) -> float:
+    """The same in the Euclidean inner product."""
+    optimizer = _kfac(moment)
+    return updates.cosine(updates.updates(optimizer), updates.updates(optimizer, "drop-scaled"))
+
+
+def _similarity_by_layer(moment: Moment) -> float:
+    """The mean of the layers' own cosines, each in the inner product of its Σ."""
+    optimizer = _kfac(moment)
+    Sigma, u, v = (
+        updates.second_moments(optimizer.preconditioner), updates.updates(optimizer), updates.updates(optimizer, "drop-scaled"),
+    )  # fmt: skip
+    return statistics.fmean(updates.cosine({name: u[name]}, {name: v[name]}, Sigma) for name in u)
+
+
 def _decrease(second_factor: str) -> Callable[[Moment], float]:
     """The share of the batch's loss that KFAC's update would remove, with or without its second factor (Fig. 4C)."""
 
@@ -59,6 +75,8 @@ def _decrease(second_factor: str) -> Callable[[Moment], float]:
 
 BEFORE: dict[str, Callable[[Moment], float]] = {
     "similarity": _similarity,
+    "similarity_euclidean": _similarity_euclidean,
+    "similarity_by_layer": _similarity_by_layer,
     "decrease": _decrease("keep"),
     "decrease_without": _decrease("drop-rescaled"),
 }
