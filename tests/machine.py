@@ -141,7 +141,7 @@ CASES = {
 class Method:
     """One line of the table of optimizers: how it is made, and what the twin has to know of it."""
 
-    kind: str  # of curvature: "foof", "heuristic", "standard", "natural"
+    kind: str  # of curvature: "foof", "muon", "heuristic", "standard", "natural"
     over: str = "own"  # whose update rule: the library's own, or "sgd", "adamw" of torch
     fisher: str = "full"
     by_layer: bool = False
@@ -149,8 +149,13 @@ class Method:
     @property
     def cases(self) -> list[str]:
         """Without those that it, or torch, refuses."""
-        left_out = {"foof": [], "natural": ["mixture", "reentrant"]}.get(self.kind, ["reentrant"])
+        left_out = {"foof": [], "muon": [], "natural": ["mixture", "reentrant"]}.get(self.kind, ["reentrant"])
         return [name for name in CASES if name not in left_out]
+
+    @property
+    def from_inputs(self) -> bool:
+        """Are its statistics those of the training passes' inputs alone?"""
+        return self.kind in ("foof", "muon")
 
     def optimizer(self, model: nn.Module, s: Setting) -> Any:
         options: dict[str, Any] = {"damping": s.damping, "T": s.T}
@@ -161,7 +166,7 @@ class Method:
         if self.kind in ("heuristic", "standard"):
             options |= {"fisher": self.fisher, "damping_mode": self.kind, "generator": 1}
         if self.over == "own":
-            make = {"foof": foof.FOOF, "natural": foof.NaturalGradient}.get(self.kind, foof.KFAC)
+            make = {"foof": foof.FOOF, "muon": foof.Muon, "natural": foof.NaturalGradient}.get(self.kind, foof.KFAC)
             return make(model, lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay, **options)
         method = "foof" if self.kind == "foof" else "kfac"
         return foof.precondition(torch_optimizer(self.over, list(model.parameters()), s), model, method=method, **options)
@@ -169,6 +174,7 @@ class Method:
 
 METHODS = {
     "foof": Method("foof"),
+    "muon": Method("muon"),
     "kfac": Method("heuristic"),
     "kfac-mc": Method("heuristic", fisher="mc"),
     "kfac-standard": Method("standard", fisher="empirical"),
@@ -244,10 +250,12 @@ class Matrix:
     modules: list[nn.Module]
     averages: dict[str, Average]
     inverse: Callable[[Tensor], Tensor] | None = None
+    with_bias: bool = True
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [p for p in (self.modules[0].weight, getattr(self.modules[0], "bias", None)) if p is not None]
+        bias = getattr(self.modules[0], "bias", None)
+        return [self.modules[0].weight] + ([bias] if self.with_bias and bias is not None else [])
 
     @property
     def frozen(self) -> bool:
@@ -337,14 +345,15 @@ class Twin:
         self.model, self.method, self.setting = model, method, s
         self.damping, self.generator = s.damping, torch.Generator().manual_seed(1)
         self.t, self.warming_up = 0, True
-        self.moments = {"foof": ("Sigma",), "natural": ()}.get(method.kind, ("Sigma", "Sigma_E"))
+        self.moments = {"foof": ("Sigma",), "muon": ("Sigma",), "natural": ()}.get(method.kind, ("Sigma", "Sigma_E"))
         self.matrices = self._matrices()
         covered = {id(p) for matrix in self.matrices for p in matrix.parameters}
         self.covered = [p for p in model.parameters() if id(p) in covered]
         rest = [p for p in model.parameters() if id(p) not in covered]
         if method.over == "own":
             self.lr, self.velocity = s.lr, {p: torch.zeros_like(p) for p in self.covered}
-            self.rest = torch.optim.AdamW(rest, lr=1e-3, weight_decay=s.weight_decay) if rest else None
+            options = {"lr": 3e-3, "betas": (0.9, 0.95)} if method.kind == "muon" else {"lr": 1e-3}
+            self.rest = torch.optim.AdamW(rest, weight_decay=s.weight_decay, **options) if rest else None
         else:
             self.rest = torch_optimizer(method.over, list(model.parameters()), s)
         self.landed: dict[Matrix, Pending] = {}  # by backward()
@@ -365,13 +374,22 @@ class Twin:
                 key = id(module.weight), isinstance(module, nn.Embedding)
                 made = found.setdefault(key, Matrix(name, [], {k: Average(self.setting.ema) for k in self.moments}))
                 made.modules.append(module)
-        return list(found.values())
+        return [matrix for matrix in found.values() if self.method.kind != "muon" or self._is_muons(matrix)]
+
+    def _is_muons(self, matrix: Matrix) -> bool:
+        """Muon is for the weights inside a network that are matrices: not for biases, the head, and what is tied to an embedding."""
+        matrix.with_bias = False
+        layers = [module for module in self.model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+        embedded = [module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        left_out = [layers[-1].weight, *embedded]
+        return min(oracle.matrix_shape(matrix.modules[0])[1:]) > 1 and not any(matrix.modules[0].weight is weight for weight in left_out)
 
     def _see(self, matrix: Matrix) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
             calls, self._calls = self._calls, None  # the oracle calls the module, too
             if calls is not None:
-                calls.append(Call(matrix, input_rows(module, args[0].detach()), out))
+                a = input_rows(module, args[0].detach())
+                calls.append(Call(matrix, a if matrix.with_bias or getattr(module, "bias", None) is None else a[..., :-1], out))
             self._calls = calls
 
         return hook
@@ -399,14 +417,15 @@ class Twin:
     def gradients(self, graph: Graph, share: float) -> tuple[dict[Matrix, Tensor], dict[nn.Parameter, Tensor]]:
         """The plain gradient of every matrix in the graph, ``(G, n, m)``, and of every parameter that belongs to none."""
         loss = graph.loss(graph.twin_out, share)
-        found = torch.autograd.grad(loss, [call.b for call in graph.calls], retain_graph=True, allow_unused=True)
+        outputs = [call.b for call in graph.calls]
+        found = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True) if outputs else ()
         plain: dict[Matrix, Tensor] = {}
         for call, e in zip(graph.calls, found, strict=True):
             assert e is not None
             G = torch.einsum("girn,girm->gnm", call.errors(e), call.a)
             plain[call.matrix] = plain[call.matrix] + G if call.matrix in plain else G
         covered = {id(p) for p in self.covered}
-        others = [p for p in self.model.parameters() if id(p) not in covered]
+        others = [p for p in self.model.parameters() if id(p) not in covered and p.requires_grad]
         rest = torch.autograd.grad(loss, others, retain_graph=True, allow_unused=True) if others else ()
         return plain, {p: g for p, g in zip(others, rest, strict=True) if g is not None}
 
@@ -420,13 +439,13 @@ class Twin:
             if matrix.inverse is None and mine.inverse is None and self.moments and pending is self.landed and self.partner(matrix):
                 mine.inverse = self._first_inverse(matrix, mine)  # two matrices' gradients cannot be told apart later
             inverse = matrix.inverse or mine.inverse  # the natural gradient has none: it is solved for when the step is taken
-            mine.raw |= inverse is None
+            mine.raw |= inverse is None or self.method.kind == "muon"
             for p, g in zip(matrix.parameters, matrix.shaped(G if mine.raw else inverse(G)), strict=True):
                 answer[p] = answer[p] + g if p in answer else g
         return answer
 
     def _observe(self, mine: Pending, matrix: Matrix, graph: Graph) -> None:
-        if self.method.kind == "foof" and (self.gathers() or matrix.inverse is None):
+        if self.method.from_inputs and (self.gathers() or matrix.inverse is None):
             mine.add("Sigma", self._inputs(matrix, graph.calls))
         for estimate in graph.estimates:
             if not any(estimate is counted for counted in mine.estimates):
@@ -434,10 +453,11 @@ class Twin:
                 for key, moment in estimate.get(matrix, {}).items():
                     mine.add(key, moment)
 
-    @staticmethod
-    def _inputs(matrix: Matrix, calls: list[Call]) -> Moment:
-        """Σ of one pass: calls add rows, and see the same datapoints."""
+    def _inputs(self, matrix: Matrix, calls: list[Call]) -> Moment:
+        """Σ of one pass: calls add rows, and see the same datapoints. Muon's is a mean over rows."""
         mine = [call.a for call in calls if call.matrix is matrix]
+        if self.method.kind == "muon":
+            return Moment(sum(map(product, mine)), sum(a.shape[1] * a.shape[2] for a in mine)) if mine else Moment()
         return Moment(sum(map(product, mine)), max((a.shape[1] for a in mine), default=0)) if mine else Moment()
 
     def backward(self, graph: Graph, share: float) -> None:
@@ -519,6 +539,8 @@ class Twin:
         def inverse(G: Tensor) -> Tensor:
             if kind == "foof":
                 return oracle.foof_update(G, moments["Sigma"], damping)
+            if kind == "muon":
+                return oracle.foof_update(G, moments["Sigma"] / mean_eigenvalue(moments["Sigma"]), damping)
             pairs = zip(G, moments["Sigma"], moments["Sigma_E"], strict=True)
             if kind == "heuristic":
                 return torch.stack([oracle.kfac_heuristic(*each, damping)[0] for each in pairs])
@@ -566,7 +588,7 @@ class Twin:
                 matrix.inverse = self._first_inverse(matrix, mine)
                 if matrix.inverse is not None:
                     self._fold(matrix, mine)
-            if mine.raw and matrix.inverse is not None:
+            if mine.raw and matrix.inverse is not None and self.method.kind != "muon":
                 for p, g in zip(matrix.parameters, matrix.shaped(matrix.inverse(matrix.gradient)), strict=True):
                     p.grad = g
         self._update()
@@ -576,8 +598,8 @@ class Twin:
             for matrix, mine in ready.items():
                 self._fold(matrix, mine)
             self.t += 1
+            self.next_fisher, self.fisher_used = None, False
         self.landed, self.captured = {}, {}
-        self.next_fisher, self.fisher_used = None, False
 
     def _refresh(self) -> None:
         for matrix in self.matrices:
@@ -590,8 +612,17 @@ class Twin:
         mine.seen = {}
 
     def _update(self) -> None:
-        if self.method.over == "own":
-            s = self.setting
+        s = self.setting
+        if self.method.kind == "muon":
+            for matrix in self.matrices:
+                p = matrix.modules[0].weight
+                if p.grad is not None:
+                    self.velocity[p] = s.momentum * self.velocity[p] + (1 - s.momentum) * p.grad
+                    nesterov = s.momentum * self.velocity[p] + (1 - s.momentum) * p.grad
+                    M = oracle.gradient_matrix(matrix.modules[0], nesterov, None)
+                    update = orthogonalised(M if matrix.inverse is None else matrix.inverse(M))
+                    p.data = (1 - self.lr * s.weight_decay) * p.data - self.lr * matrix.shaped(update)[0]
+        elif self.method.over == "own":
             for p in self.covered:
                 if p.grad is not None:
                     self.velocity[p] = s.momentum * self.velocity[p] + p.grad
@@ -613,8 +644,8 @@ class Twin:
     def initialise(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """From forward passes: the inputs of frozen layers, too. The Fisher has no errors for those."""
         for x, y in batches:
-            out, calls = self.forward(x, also_frozen=self.method.kind == "foof")
-            if self.method.kind == "foof":
+            out, calls = self.forward(x, also_frozen=self.method.from_inputs)
+            if self.method.from_inputs:
                 seen: Estimate = {matrix: {"Sigma": self._inputs(matrix, calls)} for matrix in {call.matrix for call in calls}}
             else:
                 seen = self.estimate(out, y, calls)
@@ -623,6 +654,18 @@ class Twin:
                     matrix.averages[key].fold(moment)
         self._refresh()
         self.warming_up = not all(map(self.known, self.matrices))
+
+
+def mean_eigenvalue(S: Tensor) -> Tensor:
+    return (S.diagonal(dim1=-2, dim2=-1).mean(-1))[..., None, None]
+
+
+def orthogonalised(M: Tensor) -> Tensor:
+    """Muon's update ``√max(1, n/m) U p(…p(s/‖M‖)) Vᵀ``, five times the polynomial p, by the singular values. M ``(G, n, m)``."""
+    U, s, V = torch.linalg.svd(M / M.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7), full_matrices=False)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return max(1.0, M.shape[-2] / M.shape[-1]) ** 0.5 * (U * s.unsqueeze(-2)) @ V
 
 
 def one_position_each(errors: Tensor, shape: torch.Size) -> list[Tensor]:
@@ -784,6 +827,19 @@ class Loop:
         self.twin.step()
         self.graphs = []  # their weights have changed
 
+    def train_on_nan(self, seed: int) -> None:
+        """The step is taken on a batch that is partly NaN, once its gradients have been mended. (On a first step zeros are a mask.)"""
+        started = all(matrix.inverse is not None for matrix in self.twin.matrices)
+        if self.method.kind not in ("natural", "muon") and started:
+            self.zero_grad()
+            graph = self.forward(seed, 2, poison=True)
+            self.update_curvature(graph)
+            self.backward(graph)
+            for p in (*self.model.parameters(), *self.twin.model.parameters()):
+                if p.grad is not None:
+                    p.grad.nan_to_num_(0.0)
+            self.step()
+
     def step_with_closure(self, seed: int, size: int) -> None:
         """The closure zeroes gradients, calls the model and goes backward."""
 
@@ -874,7 +930,8 @@ WHICH, WHOSE = st.integers(0, 2), st.sampled_from(["optimizer", "model"])
 BETWEEN = ["nothing", "nothing", "another graph's gradient", "another graph's estimate", "evaluate", "initialise"]  # forward and backward
 BEFORE_STEP = ["nothing", *BETWEEN, "clip", "forget", "freeze", "lr", "damping", "checkpoint"]
 MEANWHILE = [
-    "evaluate", "initialise", "freeze", "thaw", "lr", "damping", "checkpoint", "step with a closure", "a Fisher from inputs",
+    "evaluate", "initialise", "freeze", "thaw", "lr", "damping", "checkpoint", "step with a closure", "train on NaN",
+    "a Fisher from inputs",
 ]  # fmt: skip
 
 
@@ -973,6 +1030,8 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
                 loop.checkpoint()
             elif what == "step with a closure":
                 loop.step_with_closure(number, 3)
+            elif what == "train on NaN":
+                loop.train_on_nan(number)
             elif what == "a Fisher from inputs" and METHODS[method].kind == "natural":
                 loop.update_curvature_from_inputs(number, 3)
             loop.check()
@@ -1060,9 +1119,10 @@ def main() -> int:
         try:
             run(method, share, derandomize=False)
             print(f"{method}: {share} loops without a mismatch", flush=True)
-        except Exception as error:  # the others are still to be run
+        except Exception as error:  # the other methods are still to be run
             failed += 1
-            print(f"{method}: {type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", [])), flush=True)
+            for each in getattr(error, "exceptions", [error]):
+                print(f"{method}: {type(each).__name__}: {each}", *getattr(each, "__notes__", []), sep="\n", flush=True)
     return 1 if failed else 0
 
 

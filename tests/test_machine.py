@@ -61,7 +61,7 @@ def jitter_is_added(patch):
 
 def autograd_grad_feeds_the_statistics(patch):
     ledger = Step.ledger
-    patch.setattr(Step, "ledger", lambda self, block, lands: ledger(self, block, True))
+    patch.setattr(Step, "ledger", lambda self, block, pass_id, lands: ledger(self, block, pass_id, True))
 
 
 MUTATIONS = [

@@ -1,5 +1,6 @@
 """Second moments of patches: with and without the patches, against those of the rows a convolution has."""
 
+import copy
 import itertools
 from collections import Counter
 
@@ -187,3 +188,26 @@ def test_the_optimizer_takes_the_moment_of_many_patches_and_keeps_the_rows_of_fe
         rows = layer.input_rows(x).flatten(-3, -2)
         assert (len(rows) > layer.m) == (size == 12)
         assert close(opt.second_moments()["0"]["Sigma"], rows.mT @ rows / 8)
+
+
+def test_channels_last_is_a_layout_and_nothing_else():
+    """Moments and gradients of inputs, errors and weights that are stored channels last."""
+    torch.manual_seed(0)
+    layer = Conv("", nn.Conv2d(8, 4, 3, padding=1, dtype=torch.float64))
+    x, e = torch.randn(5, 8, 9, 9, dtype=torch.float64), torch.randn(5, 4, 9, 9, dtype=torch.float64)
+    weight = layer.weight.detach()
+    last = [t.contiguous(memory_format=torch.channels_last) for t in (x, e, weight)]
+    assert close(second_moment(layer, last[0]), second_moment(layer, x))
+    for ours, theirs in zip(layer.gradients(*last), layer.gradients(x, e, weight), strict=True):
+        assert close(ours, theirs)
+    model = nn.Sequential(layer.module, nn.ReLU(), nn.Flatten(), nn.Linear(4 * 81, 3, dtype=torch.float64))
+    steps = []
+    for stored in (torch.contiguous_format, torch.channels_last):
+        twin = copy.deepcopy(model).to(memory_format=stored)
+        opt = foof.FOOF(twin, lr=0.1, damping=1.0, T=1, S=1)
+        for _ in range(3):
+            opt.zero_grad()
+            twin(x.contiguous(memory_format=stored)).square().mean().backward()
+            opt.step()
+        steps.append(torch.cat([p.detach().flatten() for p in twin.parameters()]))
+    assert close(*steps)

@@ -58,6 +58,10 @@ def fisher(model=None, x=None, **options):
     return foof.Fisher(net() if model is None else model, torch.randn(4, 4) if x is None else x, **options)
 
 
+def posterior():
+    return foof.laplace.fit(net(), torch.randn(4, 4), labels(), prior_precision=1.0)
+
+
 def odd_labels():
     return DataLoader([(torch.randn(4), "cat"), (torch.randn(4), "dog")], batch_size=2)
 
@@ -68,7 +72,7 @@ FISHERS = {
     "must be the labels, a tensor; got": lambda: fisher(x=odd_labels()),
     "must be a number or": lambda: (F := fisher()).solve(torch.randn(F.P), [torch.ones(2, 2), *[1.0] * 5]),
     "tie no weights across layouts": lambda: foof.laplace.fit_kronecker(tied(), labels(), labels()),
-    '"glm" or "nn"': lambda: foof.laplace.fit(net(), torch.randn(4, 4), labels(), prior_precision=1.0).predictive_samples(torch.randn(2, 4), 3, "mc"),
+    '"glm" or "nn"': lambda: posterior().predictive_samples(torch.randn(2, 4), 3, "mc"),
 }
 
 

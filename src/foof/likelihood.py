@@ -10,7 +10,6 @@ labels are given, categorical positions that these leave out (label -100) have n
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foof.notices import warn
 from foof.statistics import wide
 
 IGNORED = -100  # the label of a position that has no loss, as in torch's cross entropy
@@ -256,4 +256,4 @@ def restore(generator: torch.Generator, state: Tensor) -> None:
     if state.numel() == generator.get_state().numel():
         generator.set_state(state.cpu())
     else:
-        warnings.warn("the checkpoint was saved on another kind of device: sampled labels go on from a new seed.", stacklevel=2)
+        warn("the checkpoint was saved on another kind of device: sampled labels go on from a new seed.")
