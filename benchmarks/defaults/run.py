@@ -104,6 +104,10 @@ def mean(found: list[dict[str, Any]], task: str, method: str, key: str, seeds: t
 
 
 def tuned(found: list[dict[str, Any]], task: str) -> str:
+    """The best of the five; none where one is missing."""
+    losses = [mean(found, task, f"AdamW {lr:g}", "loss", SEEDS[:1]) for lr in LEARNING_RATES]
+    if any(map(math.isnan, losses)):
+        return ""
     return min((f"AdamW {lr:g}" for lr in LEARNING_RATES), key=lambda method: mean(found, task, method, "loss", SEEDS[:1]))
 
 
@@ -113,15 +117,17 @@ def table(found: list[dict[str, Any]]) -> str:
     below = {"AdamW, default": 0, "AdamW, best of five": 0, "SGD": 0}
     for name, task in TASKS.items():
         best = tuned(found, name)
+        seeds = tuple(seed for seed in SEEDS if not math.isnan(mean(found, name, "AdamW 0.001", "loss", (seed,))))
         columns = {"FOOF": "FOOF", "AdamW, default": "AdamW 0.001", "AdamW, best of five": best, "SGD": "SGD"}
-        losses = {column: mean(found, name, method, "loss") for column, method in columns.items()}
+        losses = {column: mean(found, name, method, "loss", seeds) for column, method in columns.items()}
         for column in below:
             below[column] += losses["FOOF"] <= losses[column]
         unit = " %" if task.accuracy else ""
-        cells = [f"{losses[c]:.3f} / {mean(found, name, m, 'test'):.{1 if task.accuracy else 3}f}{unit}" for c, m in columns.items()]
-        cells = ["diverged" if math.isinf(loss) else cell for loss, cell in zip(losses.values(), cells, strict=True)]
-        cells[2] += f" ({best.removeprefix('AdamW ')})"
-        lines.append(f"| {task.title}, {task.steps} steps | " + " | ".join(cells) + " |")
+        digits = 1 if task.accuracy else 3
+        cells = [f"{losses[c]:.3f} / {mean(found, name, m, 'test', seeds):.{digits}f}{unit}" for c, m in columns.items()]
+        cells = ["diverged" if math.isinf(l) else "–" if math.isnan(l) else cell for l, cell in zip(losses.values(), cells, strict=True)]
+        cells[2] += f" ({best.removeprefix('AdamW ')})" if best else ""
+        lines.append(f"| {task.title}, {task.steps} steps, {len(seeds)} seeds | " + " | ".join(cells) + " |")
     said = "; ".join(f"{n} of {len(TASKS)} against {column}" for column, n in below.items())
     return "\n".join([*lines, "", f"FOOF's training loss is at or below: {said}.", "", sensitivity(found)])
 
