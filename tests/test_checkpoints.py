@@ -86,9 +86,9 @@ def test_a_checkpoint_from_another_kind_of_device_starts_new_labels():
 
 
 def test_a_checkpoint_of_another_architecture_changes_nothing():
-    opt = foof.FOOF(mlp(4, 5, 3), T=2)
+    opt = foof.FOOF(mlp(4, 5, 3), lr=0.3, damping=1.0, T=2)
     model = mlp(4, 6, 3)
-    other = foof.FOOF(model, T=2)
+    other = foof.FOOF(model, lr=0.3, damping=1.0, T=2)
     train(model, other, 3)
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(ValueError, match="another architecture"):

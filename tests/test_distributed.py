@@ -68,7 +68,7 @@ def count_calls(rank, steps):
 
     torch.manual_seed(0)
     model = ddp(mlp(5, 9, 7, 3))
-    opt = foof.FOOF(model, T=100, S=10)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0, T=100, S=10)
     for name in names:
         setattr(dist, name, counting(name))
     try:

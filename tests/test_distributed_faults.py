@@ -192,10 +192,10 @@ def refuse(rank):
         with pytest.raises(NotImplementedError) as error:
             optimizer(wrap(model))
         told.append(str(error.value))
-        foof.FOOF(model)  # no hook was left behind
+        foof.FOOF(model, lr=0.3, damping=1.0)  # no hook was left behind
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     parallel = parallelize_module(mlp(5, 4, 3), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    opt = foof.FOOF(parallel)
+    opt = foof.FOOF(parallel, lr=0.3, damping=1.0)
     with pytest.raises(NotImplementedError) as error:
         parallel(torch.randn(2, 5))
     told.append(str(error.value))

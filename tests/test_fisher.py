@@ -293,7 +293,7 @@ def test_a_hook_that_changes_an_output_is_part_of_the_model() -> None:
 def test_beside_an_optimizer_on_neurons() -> None:
     model, x, _ = case("mlp")
     expected = foof.Fisher(model, x, "full").dense()
-    foof_optimizer = foof.FOOF(model)
+    foof_optimizer = foof.FOOF(model, lr=0.3, damping=1.0)
     close(foof.Fisher(model, x, "full").dense(), expected)
     foof_optimizer.remove()
 

@@ -66,7 +66,7 @@ def test_slow_twin_of_algorithm_1(T, S):
 
 def test_start_without_initialisation_inverts_at_growing_intervals():
     model = mlp(4, 5, 3)
-    opt = foof.FOOF(model, T=20, S=2)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0, T=20, S=2)
     made, held = [], None
     for t in range(45):
         train(model, opt, 1, t)
@@ -118,7 +118,7 @@ def test_activation_checkpointing_changes_nothing(reentrant):
 
 def test_evaluation_never_touches_the_statistics():
     model = mlp(4, 5, 3)
-    opt = foof.FOOF(model, T=1)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0, T=1)
     train(model, opt, 3)
     before = opt.preconditioner.blocks[0].moments["Sigma"].value.clone()
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_statistics_under_autocast_are_float32(dtype):
 @pytest.mark.parametrize("size", [4, 64])  # few rows are kept as they are, many multiplied out at once
 def test_initialise_under_autocast_keeps_float32_statistics(size):
     model, x = mlp(4, 6, 3), batch(0, size)[0]
-    opt = foof.FOOF(model, T=2, damping=0.1)
+    opt = foof.FOOF(model, lr=0.3, T=2, damping=0.1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         opt.initialise([x, x])
     ones = torch.cat([x, torch.ones(size, 1)], 1)
@@ -160,7 +160,7 @@ def test_initialise_under_autocast_keeps_float32_statistics(size):
 
 def test_a_batch_with_nan_is_left_out_with_a_warning():
     model = mlp(4, 5, 3).double()
-    opt = foof.FOOF(model, T=1, lr=0.0)
+    opt = foof.FOOF(model, damping=1.0, T=1, lr=0.0)
     train_x = batch(0)[0].double()
     opt.initialise([train_x])
     before = opt.preconditioner.blocks[0].moments["Sigma"].value.clone()
@@ -198,7 +198,7 @@ def test_a_skipped_step_leaves_no_trace():
     for skip in (True, False):
         torch.manual_seed(0)
         model = mlp(4, 5, 3)
-        opt = foof.FOOF(model, T=2, damping=0.1)
+        opt = foof.FOOF(model, lr=0.3, T=2, damping=0.1)
         train(model, opt, 2)
         if skip:
             opt.zero_grad()
@@ -211,7 +211,7 @@ def test_a_skipped_step_leaves_no_trace():
 def test_grad_scaler_runs_and_unscales():
     model, (x, y) = mlp(4, 5, 3), batch(0)
     twin = copy.deepcopy(model)
-    opt, plain = foof.FOOF(model, damping=0.1, T=1), foof.FOOF(twin, damping=0.1, T=1)
+    opt, plain = foof.FOOF(model, lr=0.3, damping=0.1, T=1), foof.FOOF(twin, lr=0.3, damping=0.1, T=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for _ in range(3):
         for o, m, scaled in ((opt, model, True), (plain, twin, False)):
@@ -238,32 +238,32 @@ def test_nothing_is_left_on_parameters_and_optimizer():
 
 def test_copies_and_pickles_of_the_model_have_no_taps():
     model, x = cnn(), torch.randn(2, 2, 8, 8)
-    opt = foof.FOOF(model, damping=0.1)
+    opt = foof.FOOF(model, lr=0.3, damping=0.1)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin(x).sum().backward()
         plain = [p.grad.clone() for p in twin.parameters()]
-        foof.FOOF(twin)  # a new optimizer may be attached to the copy
+        foof.FOOF(twin, lr=0.3, damping=1.0)  # a new optimizer may be attached to the copy
         opt.zero_grad()
         opt.remove()
         model(x).sum().backward()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
         assert not any(module._forward_hooks for module in model.modules())
-        opt = foof.FOOF(model, damping=0.1)
+        opt = foof.FOOF(model, lr=0.3, damping=0.1)
 
 
 def test_a_forgotten_optimizer_lets_go_of_its_model():
     model = mlp(4, 5, 3)
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     with pytest.raises(ValueError, match="already has an optimizer on its neurons"):
-        foof.FOOF(model)
+        foof.FOOF(model, lr=0.3, damping=1.0)
     del opt
-    foof.FOOF(model)
+    foof.FOOF(model, lr=0.3, damping=1.0)
 
 
 def test_groups_schedulers_closures_and_maximize():
     torch.manual_seed(0)
     model, (x, y) = mlp(4, 5, 3), batch(0)
-    opt = foof.FOOF(model, lr=0.1, groups=[{"params": model[2].parameters(), "lr": 0.5, "damping": 7.0}])
+    opt = foof.FOOF(model, damping=1.0, lr=0.1, groups=[{"params": model[2].parameters(), "lr": 0.5, "damping": 7.0}])
     assert [(g["lr"], g["damping"], len(g["params"])) for g in opt.param_groups] == [(0.5, 7.0, 2), (0.1, 1.0, 2)]
     assert [b.damping.value for b in opt.preconditioner.blocks] == [1.0, 7.0]
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
@@ -279,7 +279,7 @@ def test_groups_schedulers_closures_and_maximize():
     assert opt.param_groups[1]["lr"] == 0.05
     assert opt.step(closure) < first
     opt.remove()
-    ascent = foof.FOOF(model, lr=0.1, maximize=True)
+    ascent = foof.FOOF(model, damping=1.0, lr=0.1, maximize=True)
     before = closure().item()
     ascent.step()
     assert nn.functional.cross_entropy(model(x), y).item() > before
@@ -308,7 +308,7 @@ def test_weight_decay_is_decoupled_and_momentum_is_heavy_ball():
 def test_rest_is_stepped_and_saved():
     for rest in ("adamw", "sgd", {"name": "sgd", "lr": 0.1, "momentum": 0.9}):
         model = norm_net()
-        opt = foof.FOOF(model, rest=rest)
+        opt = foof.FOOF(model, lr=0.3, damping=1.0, rest=rest)
         assert set(opt.preconditioner.rest) == {"1.weight", "1.bias"}
         before = model[1].weight.detach().clone()
         train(model, opt, 2)
@@ -319,21 +319,21 @@ def test_rest_is_stepped_and_saved():
 @pytest.mark.parametrize("rest", ["adamw", "sgd"])
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 def test_the_rest_decays_as_the_covered_layers_do_unless_told_otherwise(rest, decay):
-    opt = foof.FOOF(norm_net(), weight_decay=decay, rest=rest)
+    opt = foof.FOOF(norm_net(), lr=0.3, damping=1.0, weight_decay=decay, rest=rest)
     assert [group["weight_decay"] for group in opt.param_groups] == [decay, decay]
-    opt = foof.FOOF(norm_net(), weight_decay=decay, rest={"name": rest, "weight_decay": 0.3})
+    opt = foof.FOOF(norm_net(), lr=0.3, damping=1.0, weight_decay=decay, rest={"name": rest, "weight_decay": 0.3})
     assert [group["weight_decay"] for group in opt.param_groups] == [decay, 0.3]
 
 
 def test_damping_auto_and_relative():
     model = mlp(4, 6, 3, bias=False).double()
     x = batch(0)[0].double()
-    opt = foof.FOOF(model, damping="auto")
+    opt = foof.FOOF(model, lr=0.3, damping="auto")
     opt.initialise([x])
     Sigma = x.mT @ x / len(x)
     assert torch.allclose(opt.preconditioner.blocks[0].inverse.tensor, torch.linalg.inv(Sigma + 4 / 200 * torch.eye(4)))
     opt.remove()
-    opt = foof.FOOF(model, damping=0.1, relative=True)
+    opt = foof.FOOF(model, lr=0.3, damping=0.1, relative=True)
     opt.initialise([x])
     expected = torch.linalg.inv(Sigma + 0.1 * Sigma.trace() / 4 * torch.eye(4))
     assert torch.allclose(opt.preconditioner.blocks[0].inverse.tensor, expected)
@@ -341,7 +341,7 @@ def test_damping_auto_and_relative():
 
 def test_initialise_keeps_model_and_chance_as_they_were():
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(), nn.Linear(5, 3))
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     before = copy.deepcopy(model.state_dict())
     torch.manual_seed(3)
     expected = torch.rand(1)
@@ -371,7 +371,7 @@ def test_a_layer_first_reached_late_starts_from_that_batch(name):
 def test_a_relative_damping_of_zeros_is_no_division_by_zero():
     """A channel that is dead, an input that is zero: no gradient, so any λ will do."""
     model = nn.Sequential(nn.Conv2d(3, 3, 1, groups=3, bias=False), nn.Flatten(), nn.Linear(12, 2, bias=False))
-    opt = foof.FOOF(model, relative=True, damping=0.1, T=1)
+    opt = foof.FOOF(model, lr=0.3, relative=True, damping=0.1, T=1)
     x = torch.randn(4, 3, 2, 2)
     x[:, 1] = 0
     for _ in range(3):

@@ -53,7 +53,7 @@ def test_neuron_gradient_equals_the_dense_one(kind, data):
     damping = data.draw(DAMPINGS)
     before = x[torch.randperm(len(x))] if x.dtype == torch.int64 else torch.randn_like(x)
     expected = foof_update(plain_gradient(layer, x), second_moment(input_rows(layer, before)), damping)
-    opt = foof.FOOF(layer, damping=damping)
+    opt = foof.FOOF(layer, lr=0.3, damping=damping)
     opt.initialise([before])
     loss_of(layer(x)).backward()
     assert relative_error(gradients_of(layer), expected) <= 1e-10
@@ -87,7 +87,7 @@ def test_a_layer_called_twice(kind, data):
     model = Twice(layer)
     Sigma = second_moment(input_rows(layer, x)) + second_moment(input_rows(layer, x2))
     expected = foof_update(plain_gradient(model, x, x2), Sigma, 0.3)
-    opt = foof.FOOF(model, damping=0.3)
+    opt = foof.FOOF(model, lr=0.3, damping=0.3)
     opt.initialise([((x, x2), None)])
     loss_of(model(x, x2)).backward()
     assert relative_error(gradients_of(layer), expected) <= 1e-10
@@ -114,7 +114,7 @@ def test_both_sides_are_chosen(rows, monkeypatch):
     apply = foof.kronecker.InputInverse.apply
     monkeypatch.setattr(foof.kronecker.InputInverse, "apply", lambda self, X: shapes.append(X.shape) or apply(self, X))
     layer = nn.Linear(6, 10, bias=False)
-    opt = foof.FOOF(layer)
+    opt = foof.FOOF(layer, lr=0.3, damping=1.0)
     opt.initialise([torch.randn(20, 6)])
     layer(torch.randn(rows, 6)).sum().backward()
     assert shapes == [(min(rows, 10), 6)]
@@ -146,7 +146,7 @@ def test_infinite_damping_is_sgd():
     loss_of(model(x)).backward()
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    opt = foof.FOOF(model, damping=1e12)
+    opt = foof.FOOF(model, lr=0.3, damping=1e12)
     opt.initialise([x])
     loss_of(model(x)).backward()
     for p, g in zip(model.parameters(), plain, strict=True):
@@ -161,7 +161,7 @@ def test_solves_the_ridge_problem_of_eq_5():
     E = (layer(x) - y).detach()  # errors of ½|Wa - y|² per datapoint
     stacked_inputs = torch.cat([x, math.sqrt(N * damping) * torch.eye(m)])
     ridge = torch.linalg.lstsq(stacked_inputs, torch.cat([E, torch.zeros(m, n)])).solution.mT
-    opt = foof.FOOF(layer, damping=damping)
+    opt = foof.FOOF(layer, lr=0.3, damping=damping)
     opt.initialise([x])
     (0.5 * (layer(x) - y).pow(2).sum() / N).backward()
     assert relative_error(layer.weight.grad, ridge) < 1e-10
@@ -205,7 +205,7 @@ def test_tied_weights_share_one_second_moment():
     plain = first.weight.grad[None].clone()
     Sigma = second_moment(input_rows(first, x)) + second_moment(input_rows(second, first(x).tanh().detach()))
     model.zero_grad()
-    opt = foof.FOOF(model, damping=0.1)
+    opt = foof.FOOF(model, lr=0.3, damping=0.1)
     assert len(opt.preconditioner.blocks) == 1
     opt.initialise([x])
     loss_of(model(x)).backward()

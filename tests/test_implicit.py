@@ -62,7 +62,7 @@ def test_losses_that_go_through_an_optimizer_on_neurons_are_refused(attached: st
         return {"inner": model(x).square().mean() + h * model.weight.square().sum(), "outer": model(x).sum()}
 
     plain = losses()
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     (expected,) = hypergradient(F, plain["inner"], plain["outer"], h, damping=1.0)
     mixed = {**losses(), **{name: loss for name, loss in plain.items() if name != attached}}
     opt.remove()

@@ -153,7 +153,7 @@ def test_explain_counts_what_is_kept():
     model = nn.Linear(10, 4, bias=False)
     (row,) = foof.explain(model).rows
     assert row.memory == 2 * 10 * 10 * 4
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     opt.initialise([torch.randn(20, 10)])
     kept = [opt.preconditioner.blocks[0].moments["Sigma"].value, opt.preconditioner.blocks[0].inverse.tensor]
     assert sum(t.numel() * t.element_size() for t in kept) == row.memory
@@ -171,9 +171,9 @@ def test_explain_warns_of_layers_that_are_never_called():
     model = Lazy()
     with pytest.warns(UserWarning, match="raw is covered, but its forward is never called"):
         foof.explain(model, torch.randn(2, 4))
-    opt = foof.FOOF(model, exclude=["raw"])
+    opt = foof.FOOF(model, lr=0.3, damping=1.0, exclude=["raw"])
     opt.remove()
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     model(torch.randn(2, 4)).sum().backward()
     with pytest.warns(UserWarning, match="raw is covered, but its forward is never called"):
         foof.explain(model)

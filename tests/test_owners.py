@@ -43,7 +43,7 @@ def test_biases_of_layers_that_tie_only_their_weight_are_stepped_by_the_rest(nam
     """Their gradients are plain, on the first step and on later ones."""
     rest = {"name": "sgd", "lr": 0.1}
     make = {
-        "foof": lambda m: foof.FOOF(m, rest=rest),
+        "foof": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, rest=rest),
         "kfac": lambda m: foof.KFAC(m, rest=rest),
         "kfac-deferred": lambda m: ablations.kfac(m, rest=rest, deferred=True),
         "natural": lambda m: foof.NaturalGradient(m, rest=rest),
@@ -75,7 +75,7 @@ class SharedBias(nn.Module):
 @pytest.mark.parametrize("name", ["foof", "kfac-deferred"])
 def test_a_bias_of_two_layers_is_stepped_once_by_the_rest(name):
     model, rest = SharedBias().double(), {"name": "sgd", "lr": 0.1}
-    opt = foof.FOOF(model, rest=rest) if name == "foof" else ablations.kfac(model, rest=rest, deferred=True)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0, rest=rest) if name == "foof" else ablations.kfac(model, rest=rest, deferred=True)
     for t in range(3):
         twin = step_beside_twin(model, opt, t)
         torch.testing.assert_close(model.a.bias, twin.a.bias - 0.1 * twin.a.bias.grad)

@@ -13,27 +13,27 @@ from cases import OPTIMIZERS, batch, flat, mlp
 from foof.study.train import ablations
 
 BAD = {
-    "damping λ must be a positive": lambda m: foof.FOOF(m, damping=0.0),
-    "damping λ must be a positive, finite number, got -1": lambda m: foof.FOOF(m, damping=-1.0),
-    'positive number or "auto"': lambda m: foof.FOOF(m, damping="lots"),
-    "T is the number of steps": lambda m: foof.FOOF(m, T=0),
-    "S is how many of every T = 5": lambda m: foof.FOOF(m, T=5, S=6),
-    "ema is the decay": lambda m: foof.FOOF(m, ema=1.0),
-    "lr must be": lambda m: foof.FOOF(m, lr=-0.1),
-    "momentum must be": lambda m: foof.FOOF(m, momentum=1.0),
-    "weight_decay must be": lambda m: foof.FOOF(m, weight_decay=-1.0),
-    "rest must be one of": lambda m: foof.FOOF(m, rest="lion"),
-    "empty parameter list; give": lambda m: foof.FOOF(m, groups=[{"params": []}]),
-    "not one of this model's": lambda m: foof.FOOF(m, groups=[{"params": [nn.Parameter(torch.zeros(2))]}]),
-    "unknown options": lambda m: foof.FOOF(m, groups=[{"params": m[0].parameters(), "lrr": 1}]),
+    "damping λ must be a positive": lambda m: foof.FOOF(m, lr=0.3, damping=0.0),
+    "damping λ must be a positive, finite number, got -1": lambda m: foof.FOOF(m, lr=0.3, damping=-1.0),
+    'positive number or "auto"': lambda m: foof.FOOF(m, lr=0.3, damping="lots"),
+    "T is the number of steps": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, T=0),
+    "S is how many of every T = 5": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, T=5, S=6),
+    "ema is the decay": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, ema=1.0),
+    "lr must be": lambda m: foof.FOOF(m, damping=1.0, lr=-0.1),
+    "momentum must be": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, momentum=1.0),
+    "weight_decay must be": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, weight_decay=-1.0),
+    "rest must be one of": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, rest="lion"),
+    "empty parameter list; give": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, groups=[{"params": []}]),
+    "not one of this model's": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, groups=[{"params": [nn.Parameter(torch.zeros(2))]}]),
+    "unknown options": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, groups=[{"params": m[0].parameters(), "lrr": 1}]),
     "0: its weight and bias have one damping": lambda m: foof.FOOF(m, groups=[{"params": [m[0].bias], "damping": 7.0}]),
     "2: its weight and bias have one damping": lambda m: foof.NaturalGradient(m, groups=[{"params": [m[2].weight], "damping": 7.0}]),
-    "no module named 'head'": lambda m: foof.FOOF(m, exclude=["head"]),
-    "no layer to cover": lambda m: foof.FOOF(nn.LayerNorm(3)),
-    "no trainable parameters": lambda m: foof.FOOF(m.requires_grad_(False)),
-    "lazy layer": lambda m: foof.FOOF(nn.LazyLinear(3)),
+    "no module named 'head'": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, exclude=["head"]),
+    "no layer to cover": lambda m: foof.FOOF(nn.LayerNorm(3), lr=0.3, damping=1.0),
+    "no trainable parameters": lambda m: foof.FOOF(m.requires_grad_(False), lr=0.3, damping=1.0),
+    "lazy layer": lambda m: foof.FOOF(nn.LazyLinear(3), lr=0.3, damping=1.0),
     'method must be one of': lambda m: foof.precondition(torch.optim.SGD(m.parameters()), m, method="shampoo"),
-    "at least one batch": lambda m: foof.FOOF(m).initialise([]),
+    "at least one batch": lambda m: foof.FOOF(m, lr=0.3, damping=1.0).initialise([]),
 }
 
 
@@ -69,7 +69,7 @@ def test_a_preconditioned_optimizer_is_not_copied():
 
 def test_complex_weights_are_refused():
     with pytest.raises(TypeError, match="real floating-point weights"):
-        foof.FOOF(nn.Linear(2, 2, dtype=torch.complex64))
+        foof.FOOF(nn.Linear(2, 2, dtype=torch.complex64), lr=0.3, damping=1.0)
 
 
 def test_integer_weights_are_not_covered():
@@ -90,7 +90,7 @@ def test_step_without_a_backward_pass_does_nothing(make):
 
 def test_a_layer_the_loss_does_not_reach_is_named():
     model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(4, 3)})
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     before = model["spare"].weight.detach().clone()
     model["used"](batch(0)[0]).sum().backward()
     with pytest.warns(UserWarning, match="spare: this layer is not reached by the loss"):
@@ -100,7 +100,7 @@ def test_a_layer_the_loss_does_not_reach_is_named():
 
 def test_a_layer_used_functionally_is_refused():
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "raw": nn.Linear(4, 3)})
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     nn.functional.linear(model["used"](batch(0)[0]), model["raw"].weight).sum().backward()
     before = flat(model)
     with pytest.raises(RuntimeError, match=r"exclude=\['raw'\]"):
@@ -138,7 +138,7 @@ def test_a_gradient_that_passes_a_layer_by_is_named(name, way, initialised):
 def test_an_empty_first_batch_changes_nothing():
     """Its gradient is zero; statistics begin with the first batch that has a datapoint."""
     model = mlp(4, 5, 3)
-    opt, before = foof.FOOF(model), flat(model)
+    opt, before = foof.FOOF(model, lr=0.3, damping=1.0), flat(model)
     model(torch.zeros(0, 4)).sum().backward()
     opt.step()
     assert torch.equal(flat(model), before)
@@ -150,7 +150,7 @@ def test_an_empty_first_batch_changes_nothing():
 
 
 CHANGING = {
-    "foof": lambda m: foof.FOOF(m, T=1),
+    "foof": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, T=1),
     "kfac": lambda m: foof.KFAC(m, T=1),
     "kfac-deferred": lambda m: ablations.kfac(m, T=1, deferred=True),
     "natural": foof.NaturalGradient,
@@ -222,7 +222,7 @@ def test_a_layer_frozen_in_mid_training_stays_and_the_others_go_on(name, started
 
 
 def test_parameters_cannot_join_later():
-    opt = foof.FOOF(mlp(4, 5, 3))
+    opt = foof.FOOF(mlp(4, 5, 3), lr=0.3, damping=1.0)
     with pytest.raises(ValueError, match="cannot join later"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
@@ -231,7 +231,7 @@ def test_a_parameter_in_two_groups_is_refused():
     model = mlp(4, 5, 3)
     both = [{"params": [model[0].weight, model[0].bias], "lr": 1.0}, {"params": [model[0].weight], "lr": 2.0}]
     with pytest.raises(ValueError, match="a parameter stands in more than one group"):
-        foof.FOOF(model, groups=both)
+        foof.FOOF(model, lr=0.3, damping=1.0, groups=both)
 
 
 def test_an_optimizer_may_be_put_on_neurons_again_after_remove():

@@ -229,8 +229,10 @@ def test_output_change_is_that_of_the_outputs():
 
 @pytest.mark.parametrize("c", [1e-2, 1e2])
 def test_output_change_forgets_the_scale_of_inputs(c):
-    """Inputs times c and weights over c are the same network; so is an update over c."""
+    """And inputs times c with weights over c are the same network, so is an update over c; as long as no weights count as nearly zero."""
     Sigma, W, U = semidefinite(5), randn(3, 5, seed=1), randn(3, 5, seed=2)
+    assert close(rules.output_change(U, c**2 * Sigma, W), rules.output_change(U, Sigma, W))
+    W, U = W * max(c, 1), U * max(c, 1)
     assert close(rules.output_change(U / c, c**2 * Sigma, W / c), rules.output_change(U, Sigma, W))
 
 
@@ -244,13 +246,61 @@ def test_bounded(tau, factor):
 
 
 def test_a_layer_of_zeros_can_leave_zero():
-    """LoRA's B: measured against outputs of weights of variance 1/m, and no further than τ of them."""
+    """LoRA's B: measured against a part of the outputs of weights of variance 1/m, and no further than τ of that."""
     Sigma, U, W = semidefinite(5), randn(3, 5), torch.zeros(3, 5, dtype=torch.float64)
-    rho = rules.output_change(U, Sigma, W)
-    assert close(rho, (torch.trace(U @ Sigma @ U.T) / (3 * torch.trace(Sigma) / 5)).sqrt())
+    rho, least = rules.output_change(U, Sigma, W), rules.FLOOR * 3 * torch.trace(Sigma) / 5
+    assert close(rho, (torch.trace(U @ Sigma @ U.T) / least).sqrt())
+    assert close(rules.output_change(U, Sigma, W + 1e-9), rho)  # one that has just left it is no smaller
     step = rules.bounded(U, rho, 0.1)
-    assert close(torch.trace(step @ Sigma @ step.T) / (3 * torch.trace(Sigma) / 5), torch.tensor(0.01, dtype=torch.float64))
+    assert close(torch.trace(step @ Sigma @ step.T) / least, torch.tensor(0.01, dtype=torch.float64))
     assert rules.output_change(U, torch.zeros_like(Sigma), W) == 0
+
+
+def test_the_power_of_one_hot_inputs():
+    counts, U = randn(5) ** 2, randn(3, 5, seed=1)
+    assert close(rules.output_power(U, counts), rules.output_power(U, torch.diag(counts)))
+    assert close(rules.unit_power(counts, 3), rules.unit_power(torch.diag(counts), 3))
+
+
+@pytest.mark.parametrize("groups", [(), (2,)])
+def test_reach_times_norm_is_the_change(groups):
+    """Of all groups together; of a layer with many neurons from some of them, exactly where all are alike."""
+    Sigma, W, U = semidefinite(5, groups), randn(*groups, 3, 5, seed=1), randn(*groups, 3, 5, seed=2)
+    rho = (rules.output_power(U, Sigma).sum() / rules.output_power(W, Sigma).sum()).sqrt()
+    assert close(rules.reach(U, Sigma, W) * U.norm(), rho)
+    many = [M.repeat_interleave(99, -2) for M in (U, W)]  # 297 neurons, every third is looked at
+    assert close(rules.reach(many[0], Sigma, many[1]) * many[0].norm(), rho)
+
+
+def test_reach_by_blocks_of_inputs():
+    """Is that of the whole with Σ block-diagonal, also where the weights count as nearly zero."""
+    Sigma, U = semidefinite(4, (2,)), randn(3, 8, seed=2)
+    for W in (randn(3, 8, seed=1), torch.zeros_like(U)):
+        parts = [M.unflatten(1, (2, 4)).transpose(0, 1) for M in (U, W)]
+        assert close(rules.reach(parts[0], Sigma, parts[1], blocks=2), rules.reach(U, torch.block_diag(*Sigma), W))
+
+
+def test_reach_of_no_update_is_that_of_one_alike_in_all_directions():
+    Sigma, W = semidefinite(5), randn(3, 5)
+    alike = torch.eye(5, dtype=torch.float64)
+    power = rules.output_power(alike, Sigma) / alike.square().sum()
+    assert close(rules.reach(torch.zeros(3, 5, dtype=torch.float64), Sigma, W), (power / rules.output_power(W, Sigma)).sqrt())
+
+
+def test_paced():
+    rho = torch.tensor([4.0, 1.0, 0.1, 0.0, math.nan])
+    usual, factor = torch.tensor([4.0, 1.9, 2.0, 0.0, 1.0]), torch.tensor([0.25, 1.0, 1.0, 0.0, math.nan])
+    assert torch.allclose(rules.paced(rho, usual), factor, equal_nan=True)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_descend_by_is_descend_on_scaled_gradients(momentum):
+    p, g, v = randn(3, 4), randn(3, 4, seed=1), randn(3, 4, seed=2)
+    ours, theirs, factor = [p.clone(), v.clone()], [p.clone(), v.clone()], torch.tensor(0.3, dtype=torch.float64)
+    rules.descend_by([ours[0]], [g], [ours[1]], [factor], 0.1, momentum, 0.5)
+    rules.descend([theirs[0]], [0.3 * g], [theirs[1]], 0.1, momentum, 0.5)
+    assert close(ours[0], theirs[0])
+    assert close(ours[1], theirs[1])
 
 
 def test_nan_stays_nan():

@@ -168,7 +168,7 @@ def test_loss_that_is_not_a_number():
 
 def test_a_first_batch_that_is_not_finite_is_refused():
     model = net()
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     model(torch.full((4, 6), float("nan"))).sum().backward()
     before = flat(model)
     with pytest.raises(ValueError, match="or not finite"):
@@ -220,13 +220,13 @@ def test_compiled_models_train_the_same(make):
 
 def test_an_optimizer_may_be_made_from_a_compiled_model():
     model = net()
-    opt = foof.FOOF(torch.compile(model, backend="eager"))
+    opt = foof.FOOF(torch.compile(model, backend="eager"), lr=0.3, damping=1.0)
     assert [block.name for block in opt.preconditioner.blocks] == ["0", "2", "4"]  # a checkpoint fits either way
 
 
 def test_functional_call_gives_neuron_gradients():
     model = net().double()
-    opt = foof.FOOF(model, damping=0.1)
+    opt = foof.FOOF(model, lr=0.3, damping=0.1)
     x, y = data(0)
     opt.initialise([x.double()])
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
@@ -291,7 +291,7 @@ def test_a_whole_model_saved_and_loaded(removed):
     plain.zero_grad()
     nn.functional.cross_entropy(plain(x), y).backward()
     assert all(torch.allclose(a.grad, b.grad) for a, b in zip(loaded.parameters(), plain.parameters(), strict=True))
-    train(loaded, foof.FOOF(loaded, lr=0.1), 1)
+    train(loaded, foof.FOOF(loaded, damping=1.0, lr=0.1), 1)
 
 
 # --- frozen bases and transformers --------------------------------------------------------------------------------------------

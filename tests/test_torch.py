@@ -155,6 +155,8 @@ def test_lists_of_tensors_at_once():
     _torch.foreach_mul_(tensors, 2.0)
     _torch.foreach_add_(tensors, [torch.ones(2), torch.ones(3)], alpha=-1.0)
     assert all((t == 1).all() for t in tensors), "torch._foreach_mul_ or _foreach_add_ has changed"
+    norms = _torch.foreach_norm([t.half() for t in tensors], dtype=torch.float32)
+    assert torch.equal(torch.stack(norms), torch.tensor([2.0, 3.0]).sqrt()), "torch._foreach_norm has changed"
 
 
 def test_kinds_of_layers_with_passes_of_their_own():

@@ -48,6 +48,6 @@ def trace(make: Any) -> tuple[int, int, int]:
 
 
 if __name__ == "__main__":
-    for name, make in {"FOOF": lambda m: foof.FOOF(m, T=1), "KFAC": lambda m: foof.KFAC(m, T=1)}.items():
+    for name, make in {"FOOF": lambda m: foof.FOOF(m, lr=0.3, damping=1.0, T=1), "KFAC": lambda m: foof.KFAC(m, T=1)}.items():
         functions, files, switches = trace(make)
         print(f"{name}: {functions} functions, {files} files, {switches} switches between files")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -206,6 +206,10 @@ class Schedule:
     def inverts(self) -> bool:
         """``(t mod T) = 0``."""
         return self.t % self.T == 0 or (self.warming_up and self.t < self.T and self.t.bit_count() == 1)
+
+    def fresh(self) -> bool:
+        """Is this the first step with the inverses at hand?"""
+        return self.t == 0 or replace(self, t=self.t - 1).inverts()
 
     def advance(self) -> None:
         self.t += 1

@@ -46,7 +46,7 @@ class NeuronOptimizer(Optimizer):
             check_options(defaults)
             if not callable(rest):
                 fallback_named(rest)  # or an error, also where everything is covered
-            own_groups = [check_group(group, engine.model) for group in groups]
+            own_groups = [check_group(group, engine.model, defaults) for group in groups]
             check_distinct(own_groups)
             covered = list(dict.fromkeys(p for block in engine.blocks for layer in block.layers for p in layer.parameters))
             uncovered = [p for name, p in engine.model.named_parameters() if name in engine.rest]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ Fallback = str | Mapping[str, Any] | Callable[[list[nn.Parameter]], Optimizer]
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise for a learning rate, momentum, decay or damping that cannot be meant."""
+    if (most := options.get("max_change")) is not None and not 0 < most < float("inf"):
+        raise ValueError(f"max_change must be a positive, finite number, or None for no bound, got {most}.")
     if not 0 <= options["lr"] < float("inf"):
         raise ValueError(f"lr must be a finite number ≥ 0, got {options['lr']}.")
     if not 0 <= options["momentum"] < 1:
@@ -50,7 +52,7 @@ def make_fallback(rest: Fallback, groups: list[dict[str, Any]], weight_decay: fl
     return kind(groups, maximize=maximize, **{"lr": 1e-3, "weight_decay": weight_decay, **options})  # type: ignore[call-arg]
 
 
-def check_group(group: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def check_group(group: Mapping[str, Any], model: nn.Module, options: Collection[str] = COVERED_OPTIONS) -> dict[str, Any]:
     """One entry of ``groups=``: ``params`` of this model (also as pairs of ``named_parameters()``), and what is different for them."""
     if not isinstance(group, Mapping):
         raise TypeError(f'groups: each is a mapping {{"params": [...], "lr": ...}}, got {type(group).__name__}.')
@@ -61,9 +63,9 @@ def check_group(group: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for p in params):
         raise ValueError("groups: a parameter is not one of this model's.")
-    unknown = group.keys() - {"params", *COVERED_OPTIONS}
+    unknown = group.keys() - {"params", *options}
     if unknown:
-        raise ValueError(f"groups: unknown options {sorted(unknown)}; a group may set {', '.join(COVERED_OPTIONS)}.")
+        raise ValueError(f"groups: unknown options {sorted(unknown)}; a group may set {', '.join(options)}.")
     return {**group, "params": params}
 
 

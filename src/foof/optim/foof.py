@@ -1,38 +1,64 @@
-"""FOOF, Algorithm 1 of the paper: gradient descent on neurons."""
+"""FOOF, Algorithm 1 of the paper: gradient descent on neurons; and steps that are measured by how far they move the outputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from foof import distributed
+from foof._torch import foreach_norm
+from foof.kronecker import in_blocks
 from foof.optim.base import NeuronOptimizer
+from foof.optim.block import Block
 from foof.optim.checks import Fallback, mean_over_rows
-from foof.optim.engine import Engine
+from foof.optim.engine import Engine, unwrapped
 from foof.optim.estimators import InputMoments
-from foof.statistics import Schedule
+from foof.optim.rules import descend_by, paced, reach
+from foof.optim.split import of_vocabulary
+from foof.statistics import Schedule, wide
+
+MAX_CHANGE = 0.03  # τ, where nothing is said
+DAMPING = 0.1  # λ as a fraction of the mean eigenvalue of Σ, where nothing is said
+MEMORY = 0.999  # decay of the mean square of changes so far, as Adam's β₂
+ADAMW = {"name": "adamw", "lr": 3e-3}
+TINY = torch.finfo(torch.float64).tiny
 
 
 class FOOF(NeuronOptimizer):
     """``W ← W - lr · Eᵀ A (Σ + λI)⁻¹`` for every covered layer (Eq. 6), a drop-in ``torch.optim.Optimizer``.
 
-    ``Σ`` is the normalised moving average of ``1/N Σ_i Σ_r a_ir a_irᵀ``: mean over datapoints, sum over rows. In this scale the
-    paper's fully connected setting (lr 30, λ 100 at batch 100) is (0.3, 1).
+    ``FOOF(model)`` needs no number. FOOF moves a layer's outputs, so its step is set by how far it moves them: with
+    ``ρ² = tr(U Σ Uᵀ) / tr(W Σ Wᵀ)`` for the neuron gradient U, every step moves the outputs of every layer by the part ``max_change`` of
+    their size, and by less as the errors shrink:
+
+        W ← W - τ · U / max(ρ, ρ̄/2)           ρ̄² the moving average of ρ²
+
+    That is the same for any scale of the loss and of the inputs, any batch size, and any number of tokens.
+
+    ``FOOF(model, lr=0.3, damping=1.0)`` is the paper's form: ``Σ`` is the normalised moving average of ``1/N Σ_i Σ_r a_ir a_irᵀ``, mean
+    over datapoints, sum over rows. In this scale the paper's fully connected setting (lr 30, λ 100 at batch 100) is (0.3, 1).
 
     Args:
         model: its linear, convolution and embedding layers are covered; ``foof.explain(model)`` shows which.
-        lr: learning rate η. Since a larger λ shortens the step, search over lr/λ.
-        damping: λ > 0, or ``"auto"``: the precision of the weight initialisation (Appendix K), so that only lr is left to tune.
+        lr: learning rate η in the paper's form. None: the step is set by ``max_change``, which is then the groups' ``lr``, for schedulers
+            to change.
+        damping: λ > 0; or ``"auto"``: the precision of the weight initialisation (Appendix K); None: 0.1 of the mean eigenvalue of Σ.
         relative: λ is ``damping`` times the mean eigenvalue of Σ, layer by layer: for inputs of very different scales.
-        momentum, weight_decay: of the neuron gradient; the decay is decoupled.
+        max_change: τ, by how much of their size a step may move a layer's outputs. None: 0.03, or with an lr without any bound, as in the
+            paper. Given together with an lr it bounds the step, ``ΔW ← ΔW · min(1, τ/ρ)``. With it, embeddings, and in models that have
+            some the output layer, are left to the fallback optimizer: their inputs or outputs are a vocabulary.
+        momentum, weight_decay: of the neuron gradient; the decay is decoupled. The bound holds for the sum that momentum makes.
         ema: decay m of the moving averages; 0 uses the latest batch only.
         T, S: Σ is inverted every T steps and fed on the S steps before (default ``min(T, 10)``); at S = T on every step.
         rest: the fallback optimizer of parameters that are not covered: ``"adamw"`` (lr 1e-3, weight_decay as above), ``"sgd"``, a
             mapping with options, ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``, or a factory,
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``.
-        groups: parameters with their own lr, damping, relative, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``. For those
-            that are not covered the weight_decay holds, and the lr where the whole group is not.
+        groups: parameters with their own lr, damping, relative, max_change, momentum or weight_decay: ``[{"params": ..., "lr": ...}]``. For
+            those that are not covered the weight_decay holds, and the lr where the whole group is not.
         blocks: into how many diagonal blocks Σ is split, for layers with very many inputs; ``"auto"``: as few as keep a layer's
             statistics within a gibibyte.
         loss_average: ``"batch"``: the loss is a mean over datapoints; ``"batch+sequence"``: over their rows (tokens), too, as language
@@ -42,12 +68,95 @@ class FOOF(NeuronOptimizer):
         process_group: with whom to share statistics and inversions; None: everyone in the default group, False: nobody.
     """
 
-    def __init__(self, model: nn.Module, lr: float = 0.3, damping: float | str = 1.0, *, relative: bool = False,
-                 momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100, S: int | None = None,
-                 blocks: int | str = 1, loss_average: str = "batch", rest: Fallback = "adamw",
+    def __init__(self, model: nn.Module, lr: float | None = None, damping: float | str | None = None, *, relative: bool = False,
+                 max_change: float | None = None, momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100,
+                 S: int | None = None, blocks: int | str = 1, loss_average: str = "batch", rest: Fallback | None = None,
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
                  process_group: Any = None) -> None:  # fmt: skip
-        estimator = InputMoments(mean_over_rows(loss_average), blocks)
+        self.paced = lr is None  # is the step set by how far it moves the outputs, or merely bounded?
+        if lr is None:
+            lr = max_change = MAX_CHANGE if max_change is None else max_change
+            groups = [{**group, "lr": group["max_change"]} if "max_change" in group else group for group in groups]
+        if damping is None:
+            damping, relative = DAMPING, True
+        vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
+        exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks)
         engine = Engine(model, lambda _: estimator, Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
-        defaults = {"lr": lr, "damping": damping, "relative": relative, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(engine, defaults, groups, rest, maximize)
+        for name in engine.rest:
+            engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
+        defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,
+                    "weight_decay": weight_decay}  # fmt: skip
+        super().__init__(engine, defaults, groups, rest or (ADAMW if self.paced else "adamw"), maximize)
+
+    def _update(self, group: dict[str, Any]) -> None:
+        blocks = [block for block in self.preconditioner.blocks if block.options is group and block.weight.grad is not None]
+        blocks = list({block.weight: block for block in blocks}.values())  # a weight that is read as different matrices has one update
+        if not blocks:
+            return
+        of = [(i, p, p.grad) for i, block in enumerate(blocks) for p in block.layer.parameters if p.grad is not None]
+        norms = self._norms([i for i, _, _ in of], [gradient for _, _, gradient in of])
+        self._warn_of_infinity(blocks, norms)
+        if group["max_change"] is None:
+            super()._update(group)
+            return
+        factors = self._factors(group, self._changes(blocks, norms), [block.weight for block in blocks])
+        buffers = [distributed.local(self._momentum(p)) for _, p, _ in of] if group["momentum"] else []
+        sign = -1.0 if self.maximize else 1.0
+        descend_by(
+            [distributed.local(p) for _, p, _ in of], [distributed.local(g) for _, _, g in of], buffers,
+            [factors[i].to(p.dtype) for i, p, _ in of], sign * group["lr"], group["momentum"], sign * group["weight_decay"],
+        )  # fmt: skip
+
+    def _norms(self, index: list[int], gradients: list[Tensor]) -> Tensor:
+        """‖U‖ of every block: ``(blocks,)``, from the gradients of weights and biases and the number of the block that each is of."""
+        norms = torch.stack(foreach_norm([distributed.full(g) for g in gradients], dtype=wide(gradients[0].dtype)))
+        return norms.new_zeros(index[-1] + 1).index_add_(0, torch.tensor(index, device=norms.device), norms.square()).sqrt()
+
+    def _changes(self, blocks: list[Block], norms: Tensor) -> Tensor:
+        """``ρ = reach · ‖U‖`` of every block. The reach is measured with each new inverse: it follows Σ, while a norm follows the step."""
+        for block in blocks:
+            state = self.state[block.weight]
+            if "reach" not in state or self.preconditioner.schedule.fresh():
+                state["reach"] = self._reach(block)
+        return norms * torch.stack([self.state[block.weight]["reach"].to(norms.dtype) for block in blocks])
+
+    def _reach(self, block: Block) -> Tensor:
+        Sigma, layer = block.moments["Sigma"].value, block.layer
+        if Sigma is None:  # no row has come yet, and no gradient
+            return torch.ones((), device=block.weight.device, dtype=wide(block.weight.dtype))
+        U, bias = block.raw().to(Sigma.dtype), layer.bias
+        W = layer.join(distributed.full(block.weight), None if bias is None else distributed.full(bias))
+        if Sigma.dim() > U.dim():  # diagonal in blocks of inputs
+            return reach(in_blocks(U, len(Sigma)), Sigma, in_blocks(W, len(Sigma)), blocks=len(Sigma))
+        return reach(U, Sigma, W)
+
+    def _factors(self, group: dict[str, Any], rho: Tensor, weights: list[nn.Parameter]) -> Tensor:
+        """What to multiply lr·U by. The largest sum that momentum can make of bounded updates is theirs over 1 - μ: so it is bounded."""
+        fresh = 1 - group["momentum"]
+        if not self.paced:
+            tau = group["max_change"] * fresh / max(group["lr"], TINY)
+            return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
+        usual = [self._usual(weight, change) for weight, change in zip(weights, rho.unbind(), strict=True)]
+        return fresh * paced(rho, torch.stack(usual).to(rho.dtype))
+
+    def _usual(self, weight: nn.Parameter, rho: Tensor) -> Tensor:
+        """``ρ̄``, the root of the normalised moving average of ρ²."""
+        state = self.state[weight]
+        before = state.get("change", torch.zeros_like(rho)).to(rho.dtype)
+        state["step"], state["change"] = state.get("step", torch.zeros(())) + 1, rho.square().lerp(before, MEMORY)
+        mass: float = 1 - MEMORY ** float(state["step"])
+        return (state["change"] / mass).sqrt()
+
+    def _warn_of_infinity(self, blocks: list[Block], norms: Tensor) -> None:
+        """Where a look at the device costs nothing, or is taken anyway, say which layers have lost their gradient."""
+        schedule = self.preconditioner.schedule
+        if norms.device.type != "cpu" and not schedule.gathers():
+            return
+        lost = [block.name for block, norm in zip(blocks, norms.tolist(), strict=True) if not math.isfinite(norm)]
+        if lost:
+            every = "every layer" if len(lost) == len(self.preconditioner.blocks) else ", ".join(lost[:5])
+            remedy = "a smaller max_change" if self.paced else "a smaller lr, a larger damping, or no lr at all (FOOF(model))"
+            self.preconditioner.warn(
+                f"step {schedule.t + 1}: the neuron gradient of {every} is not finite, and after this step the weights are not, either. If "
+                f"the loss was finite, go back to a checkpoint and try {remedy}; if it was not, look for what made it so.", once="infinity",
+            )  # fmt: skip

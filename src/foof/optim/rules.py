@@ -17,6 +17,8 @@ from foof.linalg import damped_inverse, eigh
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # K. Jordan's: the steepest slope at zero that keeps singular values near one
 MUON_SCALES = ("original", "match_rms_adamw")
 POWERS = (-1.0, -0.5)
+FLOOR = 0.1  # of the output power of weights of variance 1/m
+NEURONS = 128  # on whose outputs the reach of an update is measured
 
 
 def descend(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
@@ -146,21 +148,63 @@ def carry_moments(first: Tensor, second: Tensor, old: Tensor | None, new: Tensor
 
 
 def output_power(W: Tensor, Sigma: Tensor) -> Tensor:
-    """``tr(W Σ Wᵀ)``, the second moment of the outputs ``W a``: ``(...)``."""
-    return ((W @ Sigma) * W).sum(dim=(-2, -1))
+    """``tr(W Σ Wᵀ)``, the second moment of the outputs ``W a``: ``(...)``. Σ ``(..., m, m)``, or its diagonal ``(m,)``."""
+    return ((W * Sigma if Sigma.dim() == 1 else W @ Sigma) * W).sum(dim=(-2, -1))
 
 
 def output_change(update: Tensor, Sigma: Tensor, weight: Tensor) -> Tensor:
     """``ρ = √(tr(ΔW Σ ΔWᵀ) / tr(W Σ Wᵀ))``: by how much an update moves a layer's outputs, relative to their size; ``(...)``."""
-    return relative_change(output_power(update, Sigma), output_power(weight, Sigma), Sigma, weight.shape[-2])
+    return relative_change(output_power(update, Sigma), output_power(weight, Sigma), unit_power(Sigma, weight.shape[-2]))
 
 
-def relative_change(change: Tensor, size: Tensor, Sigma: Tensor, n: int) -> Tensor:
-    """``√(change / size)`` of output powers ``(...)``. Where all weights are zero (LoRA's B, a zeroed head), any update is infinitely
-    far from them: there the size is that of outputs of weights of variance 1/m, ``n tr(Σ)/m``. Neither moved: 0."""
-    unit = n * Sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
-    size = torch.where(size == 0, unit, size)
+def unit_power(Sigma: Tensor, n: int) -> Tensor:
+    """``n tr(Σ)/m``, the second moment of the outputs of weights of variance 1/m: ``(...)``."""
+    return n * (Sigma if Sigma.dim() == 1 else Sigma.diagonal(dim1=-2, dim2=-1)).mean(-1)
+
+
+def relative_change(change: Tensor, size: Tensor, unit: Tensor) -> Tensor:
+    """``√(change / size)`` of output powers ``(...)``. Where weights are (nearly) zero (LoRA's B, a zeroed head), any update is
+    infinitely far from them: no size counts as less than ``FLOOR`` of ``unit``, `unit_power`. Neither moved: 0."""
+    size = torch.maximum(size, FLOOR * unit)
     return torch.where((change == 0) & (size == 0), change, change / size).clamp_min(0).sqrt()
+
+
+def reach(update: Tensor, Sigma: Tensor, weight: Tensor, blocks: int = 1) -> Tensor:
+    """``ρ(U)/‖U‖``, one number for all groups: what to multiply an update's norm by to know how far it moves the outputs.
+
+    Where Σ is diagonal in blocks of inputs, the leading dimension is over these ``blocks``, whose outputs add up.
+
+    For U = 0 that of an update alike in all directions. ``U Σ Uᵀ`` costs 2·n·m² where a norm costs n·m: so that it can be measured now and
+    then, the trace is over no more than ``NEURONS`` of the n, evenly spread.
+    """
+    n = update.shape[-2]
+    some = slice(None, None, max(1, -(-n // NEURONS)))
+    U, W = update[..., some, :], weight[..., some, :].to(update.dtype)
+    power, size = U.square().sum(), output_power(W, Sigma).sum() * (n / U.shape[-2])
+    change = torch.where(power == 0, unit_power(Sigma, 1).mean(), output_power(U, Sigma).sum() / power)
+    return relative_change(change, size, unit_power(Sigma, n).sum() / blocks)
+
+
+def paced(rho: Tensor, usual: Tensor) -> Tensor:
+    """``1 / max(ρ, ρ̄/2)``: an update that would move the outputs by ρ, times this, moves them by 1, in their own size; ``(...)``.
+
+    It moves them by less where ρ is below half of ``ρ̄``, the root mean square of all so far: as a network's errors shrink, so do its steps.
+    Where nothing would move it is 0. NaN stays NaN.
+    """
+    largest = torch.maximum(rho, usual / 2)
+    return torch.where(largest == 0, largest, 1 / largest)
+
+
+def descend_by(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], factors: list[Tensor], lr: float, momentum: float,
+               weight_decay: float) -> None:  # fmt: skip
+    """`descend` with each gradient multiplied by a factor of its own, a tensor of one number: ``v ← μ v + f g``."""
+    for i, (p, g, f) in enumerate(zip(params, gradients, factors, strict=True)):
+        if weight_decay:
+            p.mul_(1 - lr * weight_decay)
+        if momentum:
+            p.add_(buffers[i].mul_(momentum).addcmul_(g, f), alpha=-lr)
+        else:
+            p.addcmul_(g, f, value=-lr)
 
 
 def bounded(update: Tensor, rho: Tensor, tau: float | Tensor) -> Tensor:

@@ -52,6 +52,23 @@ def split(model: nn.Module, exclude: Iterable[str] = (), head: Iterable[str] | N
     return Split(frozenset(chosen), {**why_not, **reasons})
 
 
+def of_vocabulary(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, str]:
+    """The modules (names) whose inputs or outputs are a vocabulary, and which of the two: embeddings, what is tied to them, and in a
+    model that has some its output layer. Empty where nothing else could be covered."""
+    layers, _ = covered_layers(model, exclude)
+    embedded = {id(layer.weight) for layer in layers if isinstance(layer, Embedding)}
+    heads = output_layers(model, layers) if embedded else set()
+    why = {}
+    for layer in layers:
+        if isinstance(layer, Embedding):
+            why[layer.name] = "an embedding"
+        elif id(layer.weight) in embedded:
+            why[layer.name] = "tied to an embedding"
+        elif id(layer.module) in heads:
+            why[layer.name] = "the output layer of a model with embeddings"
+    return why if len(why) < len(layers) else {}
+
+
 def output_layers(model: nn.Module, layers: list[Layer]) -> set[int]:
     """The module (id) that makes the model's outputs: the one the model names itself, as Hugging Face's do, else the last defined."""
     named_by_model = getattr(model, "get_output_embeddings", None)
