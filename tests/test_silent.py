@@ -389,7 +389,7 @@ def test_one_batch_is_not_an_iterable_of_batches():
 @pytest.mark.parametrize("change", ["resized", "weight_norm"])
 def test_a_weight_replaced_since_is_said_so(change):
     model = Tokens()
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     if change == "resized":  # as resize_token_embeddings does
         model.head.weight = nn.Parameter(torch.randn(9, 5))
     else:
@@ -402,7 +402,7 @@ def test_a_weight_replaced_since_is_said_so(change):
 
 def test_a_layer_taken_out_of_the_model_is_said_so():
     model = Tokens()
-    opt = foof.FOOF(model)
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
     model.embed = nn.Embedding(9, 4)
     x = torch.randint(9, (4, 3))
     cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
