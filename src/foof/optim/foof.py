@@ -93,10 +93,13 @@ class FOOF(NeuronOptimizer):
         blocks = list({block.weight: block for block in blocks}.values())  # a weight that is read as different matrices has one update
         if not blocks:
             return
-        of = [(i, p, p.grad) for i, block in enumerate(blocks) for p in block.layer.parameters if p.grad is not None]
-        norms = self._norms([i for i, _, _ in of], [gradient for _, _, gradient in of])
-        self._warn_of_infinity(blocks, norms)
-        if group["max_change"] is None:
+        bounded, gathers = group["max_change"] is not None, self.preconditioner.schedule.gathers()
+        of = [(i, p, p.grad) for i, block in enumerate(blocks) for p in block.parameters if p.grad is not None]
+        if bounded or gathers:
+            norms = self._norms([i for i, _, _ in of], [gradient for _, _, gradient in of])
+        if gathers or (bounded and norms.device.type == "cpu"):  # a look at the device costs nothing, or is taken anyway
+            self._warn_of_infinity(blocks, norms)
+        if not bounded:
             super()._update(group)
             return
         factors = self._factors(group, self._changes(blocks, norms), [block.weight for block in blocks])
@@ -148,10 +151,8 @@ class FOOF(NeuronOptimizer):
         return (state["change"] / mass).sqrt()
 
     def _warn_of_infinity(self, blocks: list[Block], norms: Tensor) -> None:
-        """Where a look at the device costs nothing, or is taken anyway, say which layers have lost their gradient."""
+        """Say which layers have lost their gradient."""
         schedule = self.preconditioner.schedule
-        if norms.device.type != "cpu" and not schedule.gathers():
-            return
         lost = [block.name for block, norm in zip(blocks, norms.tolist(), strict=True) if not math.isfinite(norm)]
         if lost:
             every = "every layer" if len(lost) == len(self.preconditioner.blocks) else ", ".join(lost[:5])
