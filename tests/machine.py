@@ -805,6 +805,10 @@ class Loop:
                 self.twin.drop()  # not one gradient of a backward pass is left: as after zero_grad()
 
     def clip(self, norm: float) -> None:
+        """Not where a layer still has the gradient of an earlier step: once changed, that counts as assigned by hand, from elsewhere."""
+        ready = self.twin.ready()
+        if any(matrix not in ready and matrix.modules[0].weight.grad is not None for matrix in self.twin.matrices):
+            return
         for model in (self.model, self.twin.model):
             torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
