@@ -571,3 +571,124 @@ def test_loss_average_makes_lr_mean_the_same_at_any_length():
                 opt.step()
             ends.append(flat(model))
         assert relative_error(*ends) < 1e-6, type(opt).__name__
+
+
+# --- what an adversary found ------------------------------------------------------------------------------------------------------
+
+
+FORMS = {"paper": {"lr": 0.3, "damping": 1.0}, "bounded": {"lr": 0.3, "damping": 1.0, "max_change": 0.02}, "paced": {}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weight_and_bias_in_groups_of_their_own_move_as_in_one(form):
+    """The usual split into decay and no decay: with the same options as one group, and with decay for the weights alone."""
+    ends = []
+    for split in (False, True):
+        model = net().double()
+        weights, biases = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+        groups = [{"params": weights}, {"params": biases}] if split else []
+        opt = foof.FOOF(model, groups=groups, weight_decay=0.1, **FORMS[form])
+        for t in range(4):
+            step(model, opt, batch(t)[0].double(), batch(t)[1])
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+    model = net().double()
+    weights, biases = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    before = [p.detach().clone() for p in biases]
+    opt = foof.FOOF(model, groups=[{"params": weights}, {"params": biases, "lr": 0.0}], **FORMS[form])
+    step(model, opt, batch(0)[0].double(), batch(0)[1])
+    assert all(torch.equal(p, b) for p, b in zip(biases, before, strict=True))
+
+
+@pytest.mark.parametrize("saved", FORMS)
+@pytest.mark.parametrize("into", FORMS)
+def test_a_checkpoint_goes_on_in_the_form_it_was_saved_in(saved, into):
+    model = net().double()
+    opt = foof.FOOF(model, **FORMS[saved])
+    for t in range(3):
+        step(model, opt, batch(t)[0].double(), batch(t)[1])
+    other = copy.deepcopy(model)
+    again = foof.FOOF(other, **FORMS[into])
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for m, o in ((model, opt), (other, again)):
+        step(m, o, batch(3)[0].double(), batch(3)[1])
+    assert torch.equal(flat(model), flat(other))
+
+
+@pytest.mark.parametrize("make", [foof.FOOF, lambda m: foof.FOOF(m, 0.3, 1.0), lambda m: foof.KFAC(m, T=1), foof.EKFAC])
+def test_a_state_loaded_between_backward_and_step_does_not_precondition_twice(make):
+    ends = []
+    for loads in (False, True):
+        model = net().double()
+        opt = make(model)
+        for t in range(4):
+            opt.zero_grad()
+            out = model(batch(t)[0].double())
+            opt.update_curvature(out)
+            cross_entropy(out, batch(t)[1]).backward()
+            if loads and t == 3:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            opt.step()
+        ends.append(flat(model))
+    assert relative_error(*ends) < 1e-12
+
+
+def test_groups_put_in_place_of_ours_are_tied_again():
+    ends = []
+    for replaced in (False, True):
+        model = net()
+        opt = foof.FOOF(model, lr=0.3, damping=1.0, T=1)
+        train(model, opt, 2)
+        if replaced:
+            opt.param_groups = [dict(group) for group in opt.param_groups]
+        opt.param_groups[0]["damping"] = 0.5
+        train(model, opt, 2, 2)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+def test_schedulers_with_a_floor_may_bring_all_groups_there():
+    model = norm_net()
+    opt = foof.FOOF(model, lr=0.3, damping=1.0)
+    scheduler = lr_scheduler.CosineAnnealingLR(opt, 3, eta_min=1e-5)
+    plateau = lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.01, min_lr=1e-5)
+    for t in range(6):
+        step(model, opt, *batch(t))
+        scheduler.step() if t < 3 else plateau.step(1.0)
+
+
+def test_masks_reach_ekfac_and_are_refused_by_natural_gradients():
+    found = []
+    for padded in (False, True):
+        torch.manual_seed(0)
+        model = Tokens().double()
+        opt = foof.EKFAC(model, fisher="full", T=1)
+        x = torch.randint(9, (4, 3), generator=torch.Generator().manual_seed(1))
+        y = x.clone()
+        if padded:
+            x, y = nn.functional.pad(x, (0, 2), value=8), nn.functional.pad(y, (0, 2), value=-100)
+        with opt.mask(y != -100):
+            out = model(x)
+        opt.update_curvature(out)  # without labels, which would do it, too
+        cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100).div(4).backward()
+        opt.step()
+        found.append(flat(model))
+    assert relative_error(*found) < 1e-10
+    with pytest.raises(NotImplementedError, match="labels of -100"):
+        foof.NaturalGradient(net()).mask(torch.ones(2, 2))
+
+
+def test_a_bias_without_a_gradient_and_half_precision():
+    model = net()
+    opt = foof.FOOF(model)
+    step(model, opt, *batch(0))
+    opt.zero_grad()
+    cross_entropy(model(batch(1)[0]), batch(1)[1]).backward()
+    model[0].bias.grad, before = None, model[0].bias.detach().clone()
+    opt.step()
+    assert torch.equal(model[0].bias, before)
+    half = net().half()
+    opt = foof.FOOF(half)
+    (half(batch(0)[0].half()).float().square().mean() * 1e-3).backward()
+    opt.step()
+    assert all(torch.isfinite(p).all() for p in half.parameters())

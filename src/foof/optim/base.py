@@ -65,15 +65,26 @@ class NeuronOptimizer(Optimizer):
             engine.remove()
             raise
         self._attached = True
+        self.register_step_pre_hook(lambda *_: self._tie_new_groups())
         engine.attach(self)
         self.register_load_state_dict_post_hook(lambda _: self._tie_groups())
 
     def _tie_groups(self) -> None:
         """Every block reads its damping in the group its weight is in."""
+        for group in self.param_groups:
+            if group.get("kind") == "neurons":  # of a checkpoint that did not know some of the options: as this optimizer was made
+                for name, value in self.defaults.items():
+                    group.setdefault(name, None if name == "max_change" else False if name == "paced" else value)
+        self._tied = [id(group) for group in self.param_groups]
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for block in self.preconditioner.blocks:
             check_one_damping(block, [group_of[id(p)] for p in block.layer.parameters])
             block.options = group_of[id(block.weight)]
+
+    def _tie_new_groups(self) -> None:
+        """Where somebody has put other groups in place of ours."""
+        if self._tied != [id(group) for group in self.param_groups]:
+            self._tie_groups()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

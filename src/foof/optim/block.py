@@ -86,7 +86,8 @@ class Block:
 
     def raw(self) -> Tensor:
         """``.grad`` as the matrix ``(n, m)`` or ``(G, n, m)``."""
-        return self.layer.join(*[distributed.full(g) for g in self.gradients()], *[None] * (2 - len(self.gradients())))
+        weight, *bias = [torch.zeros_like(p) if p.grad is None else distributed.full(p.grad) for p in self.parameters]
+        return self.layer.join(weight, bias[0] if bias else None)
 
     def precondition(self) -> None:
         """``.grad ← inverse(.grad)``. Where the rows of a weight are sharded and each has its own neuron gradient, shard by shard."""
@@ -102,9 +103,9 @@ class Block:
 
     def write(self, matrix: Tensor) -> None:
         """``.grad ← matrix``, in the shapes of the parameters."""
-        for gradient, whole in zip(self.gradients(), self.layer.split(matrix), strict=False):
-            assert whole is not None
-            distributed.write(gradient, whole)
+        for p, whole in zip(self.parameters, self.layer.split(matrix), strict=False):
+            if p.grad is not None and whole is not None:
+                distributed.write(p.grad, whole)
 
     def follow_weight(self) -> None:
         """Averages and inverse go where their weight has gone: ``model.double()``, ``model.to("cuda")``."""

@@ -94,7 +94,7 @@ def _shape(block: Block) -> list[int]:
 
 
 def load_state_dict(engine: Saved, state: dict[str, Any]) -> None:
-    """Go on from ``state_dict``; what is pending is dropped."""
+    """Go on from ``state_dict``. What is pending stays with the gradients that it came with."""
     check_state_dict(engine, state)
     engine.schedule.t, engine.schedule.warming_up = int(state["t"]), bool(state["warming_up"])
     for block in engine.blocks:
@@ -104,7 +104,6 @@ def load_state_dict(engine: Saved, state: dict[str, Any]) -> None:
         block.inverse = engine.estimator.inverse_from(moved(saved["factor"], *here)) if saved["has_factor"] else None
         block.rows, block.made_of = int(saved["rows"]), ()
     engine.estimator.load_state_dict(state)
-    engine.step.drop()
 
 
 def with_neurons(state: Mapping[str, Any], neurons: dict[str, Any]) -> dict[str, Any]:

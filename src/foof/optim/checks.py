@@ -117,7 +117,9 @@ def check_learning_rates(groups: Sequence[Mapping[str, Any]], ratio: float) -> N
     A single ``max_lr`` of ``OneCycleLR``, ``CyclicLR`` or ``SWALR`` does that.
     """
     covered, fallback = ([g["lr"] for g in groups if g["kind"] == kind] for kind in ("neurons", "rest"))
-    if ratio != 1 and covered and fallback and all(lr == covered[0] != 0 for lr in (*covered, *fallback)):
+    told = any(name in group for group in groups for name in ("max_lr", "swa_lr", "initial_lr"))
+    alike = any(len({group.get(name) for group in groups}) == 1 and name in groups[0] for name in ("max_lr", "swa_lr", "initial_lr"))
+    if ratio != 1 and told and alike and covered and fallback and all(lr == covered[0] != 0 for lr in (*covered, *fallback)):
         raise ValueError(
             f"covered layers and the fallback optimizer now have the same learning rate {covered[0]:g}, but were made with rates a factor "
             f"of {ratio:g} apart: a scheduler's single max_lr (OneCycleLR, CyclicLR, SWALR) sets all groups to one value. Give it one for "

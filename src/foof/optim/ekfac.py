@@ -78,7 +78,10 @@ class FisherGradients(FisherRows):
         part = slice(used if len(visit.x) == self.estimate.batch else None)
         if first:
             self.a = layer.input_rows(visit.x.detach()[part].to(dtype)).clone()
-        self.e.append(layer.error_rows(visit.e[part].to(dtype)))
+        e = layer.error_rows(visit.e[part].to(dtype))
+        if visit.mask is not None and layer.groups == 1 and visit.mask[part].numel() == e.shape[-3] * e.shape[-2]:
+            e = e * visit.mask[part].reshape(*e.shape[:-1], 1)
+        self.e.append(e)
 
 
 def projected_squares(inverse: EigenInverse, a: Tensor, errors: Sequence[Tensor]) -> Tensor:

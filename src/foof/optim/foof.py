@@ -73,7 +73,7 @@ class FOOF(NeuronOptimizer):
                  S: int | None = None, blocks: int | str = 1, loss_average: str = "batch", rest: Fallback | None = None,
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
                  process_group: Any = None) -> None:  # fmt: skip
-        self.paced = lr is None  # is the step set by how far it moves the outputs, or merely bounded?
+        of_change = lr is None  # is the step set by how far it moves the outputs, or merely bounded?
         if lr is None:
             lr = max_change = MAX_CHANGE if max_change is None else max_change
             groups = [{**group, "lr": group["max_change"]} if "max_change" in group else group for group in groups]
@@ -85,62 +85,74 @@ class FOOF(NeuronOptimizer):
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
         defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,
-                    "weight_decay": weight_decay}  # fmt: skip
-        super().__init__(engine, defaults, groups, rest or (ADAMW if self.paced else "adamw"), maximize)
+                    "weight_decay": weight_decay, "paced": of_change}  # fmt: skip
+        super().__init__(engine, defaults, groups, rest or (ADAMW if of_change else "adamw"), maximize)
 
     def _update(self, group: dict[str, Any]) -> None:
-        blocks = [block for block in self.preconditioner.blocks if block.options is group and block.weight.grad is not None]
-        blocks = list({block.weight: block for block in blocks}.values())  # a weight that is read as different matrices has one update
-        if not blocks:
-            return
-        bounded, gathers = group["max_change"] is not None, self.preconditioner.schedule.gathers()
-        of = [(i, p, p.grad) for i, block in enumerate(blocks) for p in block.parameters if p.grad is not None]
-        if bounded or gathers:
-            norms = self._norms([i for i, _, _ in of], [gradient for _, _, gradient in of])
-        if gathers or (bounded and norms.device.type == "cpu"):  # a look at the device costs nothing, or is taken anyway
-            self._warn_of_infinity(blocks, norms)
-        if not bounded:
+        if group is self.param_groups[0]:
+            self._look(self.preconditioner.schedule.gathers())
+        params = [p for p in group["params"] if p.grad is not None]
+        if group["max_change"] is None or not params:
             super()._update(group)
             return
-        factors = self._factors(group, self._changes(blocks, norms), [block.weight for block in blocks])
-        buffers = [distributed.local(self._momentum(p)) for _, p, _ in of] if group["momentum"] else []
-        sign = -1.0 if self.maximize else 1.0
+        buffers = [distributed.local(self._momentum(p)) for p in params] if group["momentum"] else []
+        sign, factors = -1.0 if self.maximize else 1.0, [self._factor_of[p] for p in params]
+        gradients = [distributed.local(p.grad) for p in params]
+        for i, (g, factor) in enumerate(zip(gradients, factors, strict=True)):
+            if wide(g.dtype) != g.dtype:  # 1/ρ may be beyond half precision, the step is not
+                gradients[i], factors[i] = (g.to(factor.dtype) * factor).to(g.dtype), torch.ones_like(factor)
         descend_by(
-            [distributed.local(p) for _, p, _ in of], [distributed.local(g) for _, _, g in of], buffers,
-            [factors[i].to(p.dtype) for i, p, _ in of], sign * group["lr"], group["momentum"], sign * group["weight_decay"],
+            [distributed.local(p) for p in params], gradients, buffers, [f.to(p.dtype) for f, p in zip(factors, params, strict=True)],
+            sign * group["lr"], group["momentum"], sign * group["weight_decay"],
         )  # fmt: skip
 
-    def _norms(self, index: list[int], gradients: list[Tensor]) -> Tensor:
-        """‖U‖ of every block: ``(blocks,)``, from the gradients of weights and biases and the number of the block that each is of."""
-        norms = torch.stack(foreach_norm([distributed.full(g) for g in gradients], dtype=wide(gradients[0].dtype)))
-        return norms.new_zeros(index[-1] + 1).index_add_(0, torch.tensor(index, device=norms.device), norms.square()).sqrt()
-
-    def _changes(self, blocks: list[Block], norms: Tensor) -> Tensor:
-        """``ρ = reach · ‖U‖`` of every block. The reach is measured with each new inverse: it follows Σ, while a norm follows the step."""
+    def _look(self, gathers: bool) -> None:
+        """At the beginning of a step: how far each block would move its outputs, and what to multiply its updates by."""
+        blocks = [block for block in self.preconditioner.blocks if block.weight.grad is not None]
+        bounded = [block for block in blocks if block.options["max_change"] is not None]
+        self._factor_of = dict[Tensor, Tensor]()
+        if not (bounded or (gathers and blocks)):
+            return
+        norms = torch.stack([self._norm(block) for block in blocks])
+        if gathers or norms.device.type == "cpu":  # a look at the device costs nothing, or is taken anyway
+            self._warn_of_infinity(blocks, norms)
+        last = {block.weight: (block, norm) for block, norm in zip(blocks, norms.unbind(), strict=True)}  # of a weight read in two ways
+        factors = {weight: self._factor(block, self._change(block, norm)) for weight, (block, norm) in last.items() if block in bounded}
         for block in blocks:
-            state = self.state[block.weight]
-            if "reach" not in state or self.preconditioner.schedule.fresh():
-                state["reach"] = self._reach(block)
-        return norms * torch.stack([self.state[block.weight]["reach"].to(norms.dtype) for block in blocks])
+            self._factor_of.update(dict.fromkeys(block.parameters, factors.get(block.weight, torch.ones_like(norms[0]))))
+
+    def _norm(self, block: Block) -> Tensor:
+        """‖U‖ over the gradients of the weight and the bias."""
+        gradients = [distributed.full(g) for g in block.gradients()]
+        dtype = wide(block.weight.dtype)
+        return torch.stack([n.to(dtype) for n in foreach_norm([g.to(wide(g.dtype)) for g in gradients])]).norm()
+
+    def _change(self, block: Block, norm: Tensor) -> Tensor:
+        """``ρ = reach · ‖U‖``. The reach is measured with each new inverse: it follows Σ, while a norm follows the step."""
+        state = self.state[block.weight]
+        if block.moments["Sigma"].value is None:  # no row has come yet, and no gradient
+            return norm
+        if "reach" not in state or self.preconditioner.schedule.fresh():
+            state["reach"] = self._reach(block)
+        return norm * state["reach"].to(norm.dtype)
 
     def _reach(self, block: Block) -> Tensor:
         Sigma, layer = block.moments["Sigma"].value, block.layer
-        if Sigma is None:  # no row has come yet, and no gradient
-            return torch.ones((), device=block.weight.device, dtype=wide(block.weight.dtype))
+        assert Sigma is not None
         U, bias = block.raw().to(Sigma.dtype), layer.bias
         W = layer.join(distributed.full(block.weight), None if bias is None else distributed.full(bias))
         if Sigma.dim() > U.dim():  # diagonal in blocks of inputs
             return reach(in_blocks(U, len(Sigma)), Sigma, in_blocks(W, len(Sigma)), blocks=len(Sigma))
         return reach(U, Sigma, W)
 
-    def _factors(self, group: dict[str, Any], rho: Tensor, weights: list[nn.Parameter]) -> Tensor:
+    def _factor(self, block: Block, rho: Tensor) -> Tensor:
         """What to multiply lr·U by. The largest sum that momentum can make of bounded updates is theirs over 1 - μ: so it is bounded."""
+        group = block.options
         fresh = 1 - group["momentum"]
-        if not self.paced:
+        if not group["paced"]:
             tau = group["max_change"] * fresh / max(group["lr"], TINY)
             return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
-        usual = [self._usual(weight, change) for weight, change in zip(weights, rho.unbind(), strict=True)]
-        return fresh * paced(rho, torch.stack(usual).to(rho.dtype))
+        return fresh * paced(rho, self._usual(block.weight, rho).to(rho.dtype))
 
     def _usual(self, weight: nn.Parameter, rho: Tensor) -> Tensor:
         """``ρ̄``, the root of the normalised moving average of ρ²."""
@@ -156,7 +168,8 @@ class FOOF(NeuronOptimizer):
         lost = [block.name for block, norm in zip(blocks, norms.tolist(), strict=True) if not math.isfinite(norm)]
         if lost:
             every = "every layer" if len(lost) == len(self.preconditioner.blocks) else ", ".join(lost[:5])
-            remedy = "a smaller max_change" if self.paced else "a smaller lr, a larger damping, or no lr at all (FOOF(model))"
+            paced = self.param_groups[0]["paced"]
+            remedy = "a smaller max_change" if paced else "a smaller lr, a larger damping, or no lr at all (FOOF(model))"
             self.preconditioner.warn(
                 f"step {schedule.t + 1}: the neuron gradient of {every} is not finite, and after this step the weights are not, either. If "
                 f"the loss was finite, go back to a checkpoint and try {remedy}; if it was not, look for what made it so.", once="infinity",

@@ -253,6 +253,10 @@ class NaturalGradient(QuadraticModelSteps):
         """Will ``update_curvature`` make a new Fisher, or is the old one still to be used?"""
         return self._fisher.due
 
+    def mask(self, rows: Tensor) -> Any:
+        """Not here: the exact Fisher leaves out what the labels leave out."""
+        raise NotImplementedError("NaturalGradient takes no mask: give update_curvature(out, y) labels of -100 where nothing is to count.")
+
     def update_curvature(self, out: Tensor | None = None, y: Tensor | None = None, *, inputs: Any = None) -> None:
         """A new Fisher, if one is due: from ``inputs`` (a batch of its own), or from ``out``, outputs of the training pass.
 
