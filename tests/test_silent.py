@@ -692,3 +692,22 @@ def test_a_bias_without_a_gradient_and_half_precision():
     (half(batch(0)[0].half()).float().square().mean() * 1e-3).backward()
     opt.step()
     assert all(torch.isfinite(p).all() for p in half.parameters())
+
+
+def test_a_gradient_that_a_step_has_used_is_not_preconditioned_again_when_it_is_clipped():
+    """An expert's gradient stays from a step before, as nobody calls zero_grad(), and is clipped along with the others."""
+    torch.manual_seed(0)
+    model = Experts().double()
+    opt = foof.FOOF(model, lr=0.1, damping=0.5, T=1)
+    x, y = batch(0)[0].double(), batch(0)[1]
+    step(model, opt, x, y)
+    used = model.experts[1].weight.grad.clone()
+    negative = x.clone()
+    negative[:, 0] = -negative[:, 0].abs() - 1
+    model.experts[1].requires_grad_(False)  # no pass reaches it
+    cross_entropy(model(negative), y).backward()
+    model.experts[1].requires_grad_(True)
+    scale = min(1.0, 0.1 / torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+    before = model.experts[1].weight.detach().clone()
+    opt.step()
+    assert relative_error(before - model.experts[1].weight, 0.1 * scale * used) < 1e-4

@@ -107,9 +107,14 @@ class Step:
         return any(ledger is mine for ledger in ledgers for mine in self._landing.values())
 
     def spent(self, block: Block) -> bool:
-        """Is the gradient of this block the very one that the last step has used?"""
+        """Is the gradient of this block the very one that the last step has used?
+
+        Also where it has been clipped or scaled since, along with those that backward passes have brought for others.
+        """
         gradient, left = block.weight.grad, self._left.get(block)
-        return gradient is not None and left is not None and left[0]() is gradient and left[1] == _torch.version(gradient)
+        if gradient is None or left is None or left[0]() is not gradient:
+            return False
+        return left[1] == _torch.version(gradient) or bool(self._landing)
 
     def commit(self) -> None:
         """The step was taken."""
