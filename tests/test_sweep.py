@@ -88,7 +88,9 @@ def test_an_error_in_a_run_is_raised_and_the_rest_is_kept(store):
 
 
 SCRIPT = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
 from foof.study.train.setting import Setting
 from foof.study.search.store import Store
 from foof.study.search.sweep import Interrupted, sweep
