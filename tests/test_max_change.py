@@ -130,6 +130,15 @@ def test_a_bound_is_a_bound_and_nothing_else():
     assert close(steps(model, loose, BATCHES), steps(twin, none, BATCHES))
 
 
+def test_the_paper_s_form_is_that_without_any_of_this_bit_for_bit(monkeypatch):
+    options = {"lr": 0.1, "damping": 0.1, "momentum": 0.9, "weight_decay": 0.01, "T": 3, "max_change": None}
+    one, other = network(5, 4, 3, dtype=torch.float32), network(5, 4, 3, dtype=torch.float32)
+    batches = [(x.float(), y.float()) for x, y in BATCHES]
+    changes = steps(one, foof.FOOF(one, **options), batches)
+    monkeypatch.delattr(foof.FOOF, "_update")
+    assert torch.equal(changes, steps(other, foof.FOOF(other, **options), batches))
+
+
 def test_steps_shrink_with_the_errors():
     """After a hundred steps of one size, errors a hundredth as large move the outputs a fiftieth of τ as far, and not τ."""
     model, (x, y) = nn.Linear(5, 3, bias=False, dtype=torch.float64), BATCHES[0]
