@@ -64,6 +64,7 @@ class Block:
     made_of: tuple[Any, ...] = ()  # what the inverse was made of
     rows: int = 0  # rows of the latest backward pass
     shares_weight: bool = False  # with a block of another layout (tied embedding and head)
+    begins: int = 0  # how many steps into a round its inversion begins, where it is fed on the steps before that
 
     def __post_init__(self) -> None:
         self.layer, self.name = self.layers[0], " = ".join(layer.label for layer in self.layers)
