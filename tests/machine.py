@@ -425,12 +425,12 @@ class Twin:
 
     def turn(self, matrix: Matrix, starting: bool) -> tuple[int, int, int]:
         """The step of this round, and on which ones the matrix's turn begins and ends: the cost of the step is to be that of any other."""
-        T, left, powers = self.setting.T, self.setting.T - self.setting.S + 1, (0, 1, 2, 4, 8)
+        T, powers = self.setting.T, (0, 1, 2, 4, 8)
         start = max(p for p in powers if p <= self.t) if starting else self.t - self.t % T
         length = min(p for p in (*powers, T) if p > start) - start if starting else T
-        longest = max(1, length // 2) if starting else left
+        longest = max(1, length // 2) if starting else max(1, T // 2, T - self.setting.S + 1)
         if not starting and not self.method.from_inputs:
-            length = left  # the last S steps feed all averages
+            length = longest  # the last S steps feed all averages
         costs = [self.cost(other) for other in self.matrices]
         before = sum(costs[: self.matrices.index(matrix)])
         first, end = before * length // sum(costs), -(-(before + self.cost(matrix)) * length // sum(costs))
@@ -1024,7 +1024,7 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
 
         @initialize(
             case=st.sampled_from(cases or METHODS[method].cases),
-            schedule=st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 2)]),
+            schedule=st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 2), (4, 4)]),
             ema=st.sampled_from([0.5, 0.9, 0.0]),
             momentum=st.sampled_from([0.0, 0.9]),
             weight_decay=st.sampled_from([0.0, 0.1]),

@@ -235,21 +235,20 @@ class Schedule:
 class Turn:
     """When in a round one matrix is inverted: after those that take ``before`` of the ``total`` cost of all, in ``parts`` of its own.
 
-    So all steps of a round cost about the same. Averages stand still while they are inverted; so that they are fed at all, that takes
-    no more than half of the first rounds, in which every step is gathered, and later leaves S steps.
+    So all steps of a round cost about the same. Averages stand still while they are inverted; so that they are fed nevertheless, that
+    takes no more steps than are left by S, or half of the round where S leaves fewer (and in the first rounds, which are all gathered).
     """
 
     before: int
     cost: int
     total: int
     parts: int = 1
-    owner: int = 0  # the rank whose turn it is, in a process group
 
     def steps(self, schedule: Schedule, together: bool) -> tuple[int, int]:
         """On which steps of the round the inversion begins and ends. ``together``: are all averages fed on the same steps of a round, the
         last S?"""
         length = schedule.round()[1]
-        longest = max(1, length // 2) if schedule.starting() else schedule.T - schedule.S + 1
+        longest = max(1, length // 2, 0 if schedule.starting() else schedule.T - schedule.S + 1)
         if together and not schedule.starting():
             length = longest
         first, end = self.before * length // self.total, -(-(self.before + self.cost) * length // self.total)

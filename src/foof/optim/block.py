@@ -117,6 +117,11 @@ class Block:
                 self.inverse = type(self.inverse).from_state_dict(moved(self.inverse.state_dict(), *here))
 
 
+def made_of(block: Block) -> tuple[Any, ...]:
+    """What an inverse of this block would be made of now."""
+    return block.options["damping"], block.options.get("relative"), *[moment.updates for moment in block.moments.values()]
+
+
 def moved(state: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """A copy of an inverse's state, with its tensors on this device and in this precision."""
 

@@ -22,7 +22,7 @@ from foof import _torch, distributed, notices
 from foof.covering import by_matrix, covered_layers
 from foof.layers import Layer
 from foof.optim import checkpoint, sharing
-from foof.optim.block import Block
+from foof.optim.block import Block, made_of
 from foof.optim.estimators import STATISTICS_LIMIT, Estimator, Seen
 from foof.optim.step import Bypass, Ledger, Step
 from foof.optim.turns import Making, Turns
@@ -262,7 +262,7 @@ class Engine:
     def _invert_in_turn(self, turns: Turns) -> None:
         ended = turns.take()
         made = {block: turns.making.pop(block) for block in ended if block in turns.making}
-        self._invert(ended, made, [turns.turn[block].owner for block in ended])
+        self._invert(ended, made, [turns.owner[block] for block in ended])
 
     @property
     def making(self) -> dict[Block, Making]:
@@ -424,11 +424,6 @@ def refuse_copies(*_: Any) -> Any:
         "an optimizer on neurons is tied to its model: copy or save the model, make a new optimizer for the copy, and give it this one's "
         "state with load_state_dict(state_dict())."
     )
-
-
-def made_of(block: Block) -> tuple[Any, ...]:
-    """What an inverse of this block would be made of now."""
-    return block.options["damping"], block.options.get("relative"), *[moment.updates for moment in block.moments.values()]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

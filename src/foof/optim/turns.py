@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from foof import distributed
@@ -47,13 +48,13 @@ class Turns:
 
     def __init__(self, blocks: list[Block], estimator: Estimator, schedule: Schedule, process_group: Any) -> None:
         self._estimator, self._schedule, self._process_group = estimator, schedule, process_group
-        group, costs = distributed.group_of(process_group), [sharing.inversion_cost(block) for block in blocks]
+        costs, group = [sharing.inversion_cost(block) for block in blocks], distributed.group_of(process_group)
+        befores = accumulate(costs, initial=0)
+        self.turn = {
+            block: Turn(before, cost, sum(costs), estimator.parts(block)) for block, before, cost in zip(blocks, befores, costs, strict=False)
+        }
         owners = [0] * len(blocks) if group is None else sharing.share_out(blocks, group)
-        self.turn: dict[Block, Turn] = {}  # those of one rank come one after the other
-        for number, (block, owner) in enumerate(zip(blocks, owners, strict=True)):
-            its = [k for k, other in enumerate(owners) if other == owner]
-            before, total = sum(costs[k] for k in its if k < number), sum(costs[k] for k in its)
-            self.turn[block] = Turn(before, costs[number], total, estimator.parts(block), owner)
+        self.owner = dict(zip(blocks, owners, strict=True))  # the rank that makes its inverse
         self.making: dict[Block, Making] = {}
         if not estimator.together:
             for block in blocks:
@@ -81,7 +82,7 @@ class Turns:
     def _mine(self, block: Block) -> bool:
         """Is it this rank that makes its inverse?"""
         group = distributed.group_of(self._process_group)
-        return group is None or self.turn[block].owner == distributed.rank(group)
+        return group is None or self.owner[block] == distributed.rank(group)
 
     def state_dict(self, block: Block) -> dict[str, Any]:
         """Is an inverse in the making, and with which damping? That is all a checkpoint has to hold of it."""
