@@ -11,7 +11,8 @@ from torch import nn
 
 import foof
 from foof.optim import rules
-from foof.optim.foof import MAX_CHANGE, MEMORY
+from foof.optim.change import MEMORY
+from foof.optim.foof import MAX_CHANGE
 
 
 def network(*widths, dtype=torch.float64, seed=0):

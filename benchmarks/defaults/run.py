@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tasks import BATCHES, FURTHER, TASKS, WIDTHS, Task
+from tasks import FURTHER, TASKS, Task
 from torch import nn
 
 import foof
@@ -172,7 +172,10 @@ def sensitivity(found: list[Record]) -> str:
             ranks[method].append(1 + sum(other < losses[method] for other in losses.values()))
             ratios[method].append(losses[method] / min(losses.values()))
     head = "| of six, over the tasks | " + " | ".join(SENSITIVITY) + " |"
-    rows = [(f"mean rank of {len(TASKS)}", ranks, statistics.mean), ("loss over the best of the six, geometric mean", ratios, statistics.geometric_mean)]
+    rows = [
+        (f"mean rank of {len(TASKS)}", ranks, statistics.mean),
+        ("loss over the best of the six, geometric mean", ratios, statistics.geometric_mean),
+    ]
     lines = [f"| {title} | " + " | ".join(f"{of(values[m]):.2f}" for m in SENSITIVITY) + " |" for title, values, of in rows]
     return "\n".join([head, "|---" * (len(SENSITIVITY) + 1) + "|", *lines])
 
