@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -15,7 +17,6 @@ from foof.kronecker import in_blocks
 from foof.optim.block import Block
 from foof.optim.engine import Engine
 from foof.optim.rules import paced, reach
-from foof.statistics import wide
 
 MEMORY = 0.999  # decay of the mean square of changes so far, as Adam's β₂
 TINY = torch.finfo(torch.float64).tiny
@@ -33,11 +34,12 @@ class Changes:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.blocks: list[Block] = []  # that had a bound in the latest step
-        self.rho = torch.zeros(0)  # of each of these
+        self.norms = self.rho = torch.zeros(0)  # ‖U‖ and ρ of each of these
+        self._counts: list[float] = []  # steps of each
         self._packed: dict[str, tuple[list[Tensor], Tensor]] = {}  # entries in the state, and the vector that they are views of
 
     def factors(self, state: State) -> dict[Tensor, Tensor]:
-        """For each parameter of a block with a bound what to multiply its update by; and a word where a gradient is not finite."""
+        """What to multiply the update of each parameter by, where any has a bound; and a word where a gradient is not finite."""
         blocks = [block for block in self.engine.blocks if block.weight.grad is not None]
         bounded = {block.weight: i for i, block in enumerate(blocks) if block.options.get("max_change") is not None}  # last of tied ones
         at_all = self.engine.schedule.inverts()  # is it looked at even where nothing is bounded?
@@ -51,45 +53,53 @@ class Changes:
         if len(bounded) < len(blocks):
             norms = norms[list(bounded.values())]
         self.blocks = [blocks[i] for i in bounded.values()]
-        self.rho = norms * self._reaches(state).to(norms)
-        factors = self._factors(state).unbind()
-        return {p: factor for block, factor in zip(self.blocks, factors, strict=True) for p in block.parameters}
+        self.norms = norms
+        self.rho = norms * self._reaches(state)
+        of_weight = dict(zip(bounded, self._factors(state).unbind(), strict=True))
+        if len(of_weight) < len(blocks):  # a bias may have a bound where its weight has none
+            of_weight = {block.weight: of_weight.get(block.weight, torch.ones_like(norms[0])) for block in blocks}
+        return {p: of_weight[block.weight] for block in blocks for p in block.parameters}
 
     def _reaches(self, state: State) -> Tensor:
         """``ρ(U)/‖U‖``, measured anew where the inverses are; 1 where no row has come yet, and so no gradient."""
         fresh = self.engine.schedule.fresh()
         for block in self.blocks:
-            if (fresh or "reach" not in state[block.weight]) and block.moments["Sigma"].value is not None:
-                state[block.weight]["reach"] = measured_reach(block)
-        return self._vector(state, "reach", torch.ones(()))
+            of_block = state[block.weight]
+            if (fresh or "reach" not in of_block) and block.moments["Sigma"].value is not None:
+                of_block["reach"] = measured_reach(block)
+        return self._vector(state, "reach", 1.0)
 
     def _factors(self, state: State) -> Tensor:
         """By lr·U of each block. The largest sum that momentum can make of bounded updates is theirs over 1 - μ: so it is bounded."""
         options, rho = [block.options for block in self.blocks], self.rho
         fresh = like([1 - group["momentum"] for group in options], rho)
         if options[0].get("paced"):
-            return fresh * paced(rho, self._usual(state))
+            factors = paced(rho, self._usual(state))
+            return factors if fresh == 1 else factors * fresh
         tau = fresh * like([group["max_change"] / max(group["lr"], TINY) for group in options], rho)
         return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
 
     def _usual(self, state: State) -> Tensor:
         """``ρ̄``, the root of the normalised moving average of ρ²."""
-        change, steps = (self._vector(state, key, torch.zeros_like(self.rho[0])) for key in ("change", "step"))
-        change.lerp_(self.rho.square().to(change), 1 - MEMORY)
+        rho = self.rho
+        change, steps = self._vector(state, "change", 0.0), self._vector(state, "step", 0.0)
+        change.lerp_(rho.square(), 1 - MEMORY)
         steps.add_(1)
-        mass = -torch.expm1(steps * math.log(MEMORY))  # 1 - mᵗ
-        return (change / mass.to(change)).sqrt().to(self.rho)
+        self._counts = [count + 1 for count in self._counts]
+        return (change / like([1 - MEMORY**count for count in self._counts], change)).sqrt_()
 
-    def _vector(self, state: State, key: str, default: Tensor) -> Tensor:
-        """What the state says of each block, as one vector that it has views of."""
-        entries, vector = self._packed.get(key, ([], default))
-        found = [state[block.weight].get(key, default) for block in self.blocks]
-        if len(found) != len(entries) or any(one is not other for one, other in zip(found, entries, strict=True)):
-            vector = torch.stack([entry.to(self.rho.device if key == "step" else found[0]) for entry in found])
+    def _vector(self, state: State, key: str, default: float) -> Tensor:
+        """What the state says of each block, as one vector that it has views of, in the norms' precision."""
+        entries, vector = self._packed.get(key, ([], self.norms))
+        found = [state[block.weight].get(key) for block in self.blocks]
+        if len(found) != len(entries) or vector.dtype != self.norms.dtype or not all(map(operator.is_, found, entries)):
+            vector = torch.stack([torch.full_like(self.norms[0], default) if entry is None else entry.to(self.norms) for entry in found])
             entries = [vector[i] for i in range(len(found))]
             for block, entry in zip(self.blocks, entries, strict=True):
                 state[block.weight][key] = entry
             self._packed[key] = entries, vector
+            if key == "step":
+                self._counts = vector.tolist()
         return vector
 
     def _warn_of_infinity(self, blocks: list[Block], norms: Tensor) -> None:
@@ -109,12 +119,12 @@ class Changes:
 def norms_of(blocks: Sequence[Block]) -> Tensor:
     """``‖U‖`` of each block, over the gradients of its weight and its bias: ``(B,)``."""
     gradients = [[distributed.full(g) for g in block.gradients()] for block in blocks]
-    flat = [g.to(wide(g.dtype)) for of_block in gradients for g in of_block]
-    squares = torch.stack([norm.to(flat[0].device) for norm in foreach_norm(flat)]).square()
-    if len(squares) == len(blocks):
-        return squares.sqrt()
-    owner = torch.tensor([i for i, of_block in enumerate(gradients) for _ in of_block], device=squares.device)
-    return squares.new_zeros(len(blocks)).index_add_(0, owner, squares).sqrt()
+    flat = [g for of_block in gradients for g in of_block]
+    norms = torch.stack(foreach_norm(flat, dtype=functools.reduce(torch.promote_types, {g.dtype for g in flat}, torch.float32)))
+    if len(norms) == len(blocks) * len(gradients[0]):  # all have a bias, or none has
+        return norms.view(len(blocks), -1).norm(dim=1)
+    owner = torch.tensor([i for i, of_block in enumerate(gradients) for _ in of_block], device=norms.device)
+    return norms.new_zeros(len(blocks)).index_add_(0, owner, norms.square()).sqrt_()
 
 
 def measured_reach(block: Block) -> Tensor:

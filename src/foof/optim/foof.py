@@ -96,8 +96,8 @@ class FOOF(NeuronOptimizer):
         gradients = [distributed.local(p.grad) for p in params]
         for i, (g, factor) in enumerate(zip(gradients, factors, strict=True)):
             if wide(g.dtype) != g.dtype:  # 1/ρ may be beyond half precision, the step is not
-                gradients[i], factors[i] = (g.to(factor.dtype) * factor).to(g.dtype), torch.ones_like(factor)
-        descend_by(
-            [distributed.local(p) for p in params], gradients, buffers, [f.to(p.dtype) for f, p in zip(factors, params, strict=True)],
-            sign * group["lr"], group["momentum"], sign * group["weight_decay"],
-        )  # fmt: skip
+                gradients[i], factors[i] = (g.to(factor.dtype) * factor).to(g.dtype), torch.ones_like(factor, dtype=g.dtype)
+            elif factor.dtype != g.dtype:
+                factors[i] = factor.to(g.dtype)
+        params = [distributed.local(p) for p in params]
+        descend_by(params, gradients, buffers, factors, sign * group["lr"], group["momentum"], sign * group["weight_decay"])

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from foof._torch import foreach_add_, foreach_mul_
+from foof._torch import foreach_add_, foreach_addcmul_, foreach_mul_
 from foof.linalg import damped_inverse, eigh
 
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # K. Jordan's: the steepest slope at zero that keeps singular values near one
@@ -198,13 +198,14 @@ def paced(rho: Tensor, usual: Tensor) -> Tensor:
 def descend_by(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], factors: list[Tensor], lr: float, momentum: float,
                weight_decay: float) -> None:  # fmt: skip
     """`descend` with each gradient multiplied by a factor of its own, a tensor of one number: ``v ← μ v + f g``."""
-    for i, (p, g, f) in enumerate(zip(params, gradients, factors, strict=True)):
-        if weight_decay:
-            p.mul_(1 - lr * weight_decay)
-        if momentum:
-            p.add_(buffers[i].mul_(momentum).addcmul_(g, f), alpha=-lr)
-        else:
-            p.addcmul_(g, f, value=-lr)
+    if weight_decay:
+        foreach_mul_(params, 1 - lr * weight_decay)
+    if momentum:
+        foreach_mul_(buffers, momentum)
+        foreach_addcmul_(buffers, gradients, factors)
+        foreach_add_(params, buffers, alpha=-lr)
+    else:
+        foreach_addcmul_(params, gradients, factors, value=-lr)
 
 
 def bounded(update: Tensor, rho: Tensor, tau: float | Tensor) -> Tensor:
