@@ -170,6 +170,17 @@ def test_groups_have_their_own():
     assert close(changes[:, first:], others[:, first:] * 0.001 / MAX_CHANGE)
 
 
+@pytest.mark.parametrize("value", [0.001, None])
+def test_a_max_change_that_nothing_would_read(value):
+    """Without an lr it is the groups' lr."""
+    model = network(5, 4, 3)
+    opt = foof.FOOF(model, groups=[{"params": model[2].parameters(), "max_change": 0.02}])
+    steps(model, opt, BATCHES[:1])
+    opt.param_groups[0]["max_change"] = value
+    with pytest.raises(ValueError, match=r'max_change was 0.02 when FOOF\(model\) was made.*the group\'s "lr"'):
+        steps(model, opt, BATCHES[:1])
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf])
 def test_a_max_change_that_cannot_be_meant(value):
     with pytest.raises(ValueError, match="max_change must be a positive"):

@@ -16,7 +16,8 @@ from foof._torch import foreach_norm
 from foof.kronecker import in_blocks
 from foof.optim.block import Block
 from foof.optim.engine import Engine
-from foof.optim.rules import paced, reach
+from foof.optim.rules import paced, reach_powers, relative_change
+from foof.statistics import wide
 
 MEMORY = 0.999  # decay of the mean square of changes so far, as Adam's β₂
 TINY = torch.finfo(torch.float64).tiny
@@ -63,10 +64,14 @@ class Changes:
     def _reaches(self, state: State) -> Tensor:
         """``ρ(U)/‖U‖``, measured anew where the inverses are; 1 where no row has come yet, and so no gradient."""
         fresh = self.engine.schedule.fresh()
-        for block in self.blocks:
-            of_block = state[block.weight]
-            if (fresh or "reach" not in of_block) and block.moments["Sigma"].value is not None:
-                of_block["reach"] = measured_reach(block)
+        due = [block for block in self.blocks if fresh or "reach" not in state[block.weight]]
+        if due:
+            powers, masses = [powers_of(block) for block in due], [block.moments["Sigma"].mass for block in due]
+            if (group := distributed.group_of(self.engine.process_group)) is not None:  # Σ of all ranks, in which the powers are linear
+                powers, masses, _ = distributed.weighted_mean(powers, masses, [], group)
+            for block, of_block, mass in zip(due, powers, masses, strict=True):
+                if mass:
+                    state[block.weight]["reach"] = relative_change(*of_block.unbind())
         return self._vector(state, "reach", 1.0)
 
     def _factors(self, state: State) -> Tensor:
@@ -127,15 +132,17 @@ def norms_of(blocks: Sequence[Block]) -> Tensor:
     return norms.new_zeros(len(blocks)).index_add_(0, owner, norms.square()).sqrt_()
 
 
-def measured_reach(block: Block) -> Tensor:
-    """`foof.optim.rules.reach` of a block's gradient."""
-    Sigma, layer = block.moments["Sigma"].value, block.layer
-    assert Sigma is not None
-    U, bias = block.raw().to(Sigma.dtype), layer.bias
-    W = layer.join(distributed.full(block.weight), None if bias is None else distributed.full(bias))
+def powers_of(block: Block) -> Tensor:
+    """`foof.optim.rules.reach_powers` of a block's gradient; zeros where this rank has seen no row yet."""
+    Sigma, layer, U = block.moments["Sigma"].value, block.layer, block.raw()
+    bias = None if layer.bias is None else distributed.full(layer.bias)
+    W = layer.join(distributed.full(block.weight), bias)  # gathered on all ranks alike
+    if Sigma is None:
+        return torch.zeros(3, dtype=wide(U.dtype), device=U.device)
+    U = U.to(Sigma.dtype)
     if Sigma.dim() > U.dim():  # diagonal in blocks of inputs
-        return reach(in_blocks(U, len(Sigma)), Sigma, in_blocks(W, len(Sigma)), blocks=len(Sigma))
-    return reach(U, Sigma, W)
+        return reach_powers(in_blocks(U, len(Sigma)), Sigma, in_blocks(W, len(Sigma)), inputs=layer.m)
+    return reach_powers(U, Sigma, W)
 
 
 def like(values: list[float], vector: Tensor) -> float | Tensor:

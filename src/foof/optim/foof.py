@@ -71,7 +71,7 @@ class FOOF(NeuronOptimizer):
         of_change = lr is None  # is the step set by how far it moves the outputs, or merely bounded?
         if lr is None:
             lr = max_change = MAX_CHANGE if max_change is None else max_change
-            groups = [{**group, "lr": group["max_change"]} if "max_change" in group else group for group in groups]
+            groups = [{**g, "lr": g["max_change"], "paced": g["max_change"]} if "max_change" in g else g for g in groups]
         if damping is None:
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
@@ -80,13 +80,18 @@ class FOOF(NeuronOptimizer):
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
         defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,
-                    "weight_decay": weight_decay, "paced": of_change}  # fmt: skip
+                    "weight_decay": weight_decay, "paced": max_change if of_change else False}  # fmt: skip
         self._changes, self._factor_of = Changes(engine), dict[Tensor, Tensor]()
         super().__init__(engine, defaults, groups, rest or (ADAMW if of_change else "adamw"), maximize)
 
     def _update(self, group: dict[str, Any]) -> None:
         if group is self.param_groups[0]:
             self._factor_of = self._changes.factors(self.state)
+        if group["paced"] not in (False, True, group["max_change"]):  # True: of an early checkpoint
+            raise ValueError(
+                f"max_change was {group['paced']:g} when FOOF(model) was made, and is {group['max_change']} in its param_groups now, which "
+                'nothing reads: without a learning rate the step is the group\'s "lr". Change that.'
+            )
         params = [p for p in group["params"] if p.grad is not None]
         if group["max_change"] is None or not params:
             super()._update(group)
