@@ -63,8 +63,7 @@ class Changes:
 
     def _reaches(self, state: State) -> Tensor:
         """``ρ(U)/‖U‖``, measured anew where the inverses are; 1 where no row has come yet, and so no gradient."""
-        fresh = self.engine.schedule.fresh()
-        due = [block for block in self.blocks if fresh or "reach" not in state[block.weight]]
+        due = [block for block in self.blocks if "reach" not in state[block.weight] or self.engine.fresh(block)]
         if due:
             powers, masses = [powers_of(block) for block in due], [block.moments["Sigma"].mass for block in due]
             if (group := distributed.group_of(self.engine.process_group)) is not None:  # Σ of all ranks, in which the powers are linear
