@@ -2,8 +2,8 @@
 
 `load(name, source)` gives training and test images. Sources: `embedded` (the subset of Fashion-MNIST in the package),
 `folder` (official files under `~/.cache/foof` or `$FOOF_DATA`), `debian` (the package dataset-fashion-mnist),
-`download` (official addresses, checked by checksum), and `full`, the first of folder, debian and download that works. CURVES- and FACES-like
-images are made by us, once, and kept in the folder.
+`download` (official addresses, checked by checksum), and `full`, the first of folder, debian and download that works. CURVES- and
+FACES-like images are made by us, once, and kept in the folder.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ class Remote:
 
 def _of_channels(train: Images) -> Moments:
     """Mean and deviation of each channel ``(1, C, 1, 1)``."""
-    mean, deviation = (
-        (moment(train, axis=(0, 2, 3), keepdims=True, dtype=np.float64) / 255).astype(np.float32) for moment in (np.mean, np.std)
-    )
-    return mean, deviation
+    mean, deviation = (moment(train, axis=(0, 2, 3), keepdims=True, dtype=np.float64) / 255 for moment in (np.mean, np.std))
+    return np.asarray(mean, np.float32), np.asarray(deviation, np.float32)
 
 
 @dataclass(frozen=True)
@@ -135,17 +133,15 @@ def _read_faces(folder: Path) -> tuple[Pair, Pair]:
 
 def _kept(path: Path, make: Callable[[], tuple[Pair, Pair]]) -> tuple[Pair, Pair]:
     """What was made before, or is made now; kept where that is possible, complete or not at all."""
-    names = ("train_x", "train_y", "test_x", "test_y")
     try:
         with path.open("rb") as file, np.load(file) as kept:
-            a, b, c, d = (kept[name] for name in names)
-            return (a, b), (c, d)
+            return (kept["train_x"], kept["train_y"]), (kept["test_x"], kept["test_y"])
     except (OSError, KeyError, ValueError, zipfile.BadZipFile):
         train, test = make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.part.npz")
-        np.savez(partial, **dict(zip(names, (*train, *test), strict=True)))
+        np.savez(partial, train_x=train[0], train_y=train[1], test_x=test[0], test_y=test[1])
         partial.replace(path)
     except OSError:
         pass  # a folder that cannot be written to: they are made again next time
