@@ -158,6 +158,7 @@ class _Loop:
         self._set_momentum()
         log, measures = self.log, bool(self.setting.measure) and (self.number - 1) % self.every == 0
         begun, begun_cpu = time.perf_counter(), time.thread_time()
+        self._own_fisher()
         out = self.model(batch[0])
         loss = self.objective.loss(out, batch)
         self.loss = self.objective.shown(loss.item(), out)
@@ -197,16 +198,22 @@ class _Loop:
             out = self.average.model(batch[0])
             self.log.series["averaged_loss"].append(self.objective.shown(self.objective.loss(out, batch).item(), out))
 
-    def _estimate_fisher(self, out: Tensor, batch: Batch) -> None:
-        """Natural gradients take a batch of their own (Appendix I.5), unless told otherwise; KFAC this step's outputs."""
-        targets = (self.objective.target(batch),) if self.setting.option("fisher") == "empirical" else ()
-        if not isinstance(self.optimizer, NaturalGradient):
-            if hasattr(self.optimizer, "update_curvature"):
-                self.optimizer.update_curvature(out, *targets)
-        elif self.setting.option("same_batch") or self.setting.batch_size is None:
-            self.optimizer.update_curvature(out, *targets)
-        elif self.optimizer.curvature_due:
+    def _own_fisher(self) -> None:
+        """Natural gradients take a batch of their own (Appendix I.5), unless told otherwise, before the step's: batch norms whose moments
+        it moves, and puts back, are then not between a forward pass and its backward."""
+        if isinstance(self.optimizer, NaturalGradient) and not self._same_batch and self.optimizer.curvature_due:
             self.optimizer.update_curvature(inputs=self._here(next(self.fisher))[0])
+
+    @property
+    def _same_batch(self) -> bool:
+        return bool(self.setting.option("same_batch")) or self.setting.batch_size is None
+
+    def _estimate_fisher(self, out: Tensor, batch: Batch) -> None:
+        """KFAC takes this step's outputs, and its targets for the empirical Fisher."""
+        own = isinstance(self.optimizer, NaturalGradient) and not self._same_batch
+        if hasattr(self.optimizer, "update_curvature") and not own:
+            targets = (self.objective.target(batch),) if self.setting.option("fisher") == "empirical" else ()
+            self.optimizer.update_curvature(out, *targets)
 
     def _measure(self, table: Mapping[str, Callable[[Moment], float]], moment: Moment, number: int | None) -> None:
         if number is not None:
