@@ -50,7 +50,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_an_interrupted_run_goes_on_bit_for_bit(name, tmp_path, monkeypatch):
-    """Stopped in the middle of the second epoch and at its end; augmentation, averages, momentum and labels drawn for the Fisher included."""
+    """Stopped within the second epoch and at its end; augmentation, averages, momentum, labels drawn for the Fisher included."""
     setting = RUNS[name]
     whole = run(setting)
     assert whole.status == "finished"
