@@ -198,7 +198,8 @@ def _resnet(name: str, side: str, of: str) -> tuple[Claim, ...]:
     natural = (f"figj12{side}", "Fig. J.12")
     return (
         *_controls(name, natural, (f"figj14{side}", "Fig. J.14"), of),
-        Claim(f"{name}-natural-vs-sgd", *natural, f"Subsampled natural gradients, without momentum, are not better than SGD with it ({of}).",
+        Claim(f"{name}-natural-vs-sgd", *natural, f"Subsampled natural gradients, without momentum, are not better than SGD with it "
+              f"({of}).",
               _not_better(r.NATURAL, r.SGD)),
     )  # fmt: skip
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from foof.study.paper import networks, published, searches
 from foof.study.paper.catalogue import CATALOGUE
 from foof.study.paper.claims import Claim, claims_of
@@ -20,6 +22,7 @@ from foof.study.paper.verdicts import Ruling, Verdict
 from foof.study.search.grids import Get, RunAll, Search, look, tune_all
 from foof.study.search.presets import Preset
 from foof.study.search.store import Store
+from foof.study.train.run import missing_data
 
 RUNS = {**searches.RUNS, **networks.RUNS}
 TOY_CLAIMS = ("toy-sgd", "toy-foof")  # computed, not run
@@ -132,6 +135,13 @@ def _join(a: Experiment, b: Experiment) -> Experiment:
     return replace(a, claims=tuple(dict.fromkeys((*a.claims, *b.claims))), labels=tuple(dict.fromkeys((*a.labels, *b.labels))))
 
 
+def lacking(e: Experiment, preset: Preset) -> str:
+    """What an experiment needs that is not here, in words; empty if it can be run: its data, and a GPU for networks of the paper's size."""
+    if preset.centred and CATALOGUE[e.figure].nets and not torch.cuda.is_available():
+        return "a GPU"
+    return next((what for search in e.searches(preset).values() if (what := missing_data(search.base))), "")
+
+
 def needed(claims: Iterable[Claim]) -> set[str]:
     """The curves that some claims are decided by."""
     return {label for claim in claims for label in claim.rule.needs}
@@ -190,6 +200,7 @@ def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdic
         measured = replace(measured, text=f"{measured.text}\nat step {early:,}, where the published figure ends: ratio {then}")
     says = claim.says + (" (MNIST)" if e.again and claim.where else "")
     where = claim.mnist if e.again else claim.where
+    where += " (reduced)" if preset.reduced else ""
     id_, rule = claim_id(claim, e.again), claim.rule.text()
     return Verdict(id_, where, says, measured.text, rule, measured.ruling, e.id, claim.about, measured.conditions, claim.changed)
 

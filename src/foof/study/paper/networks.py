@@ -28,9 +28,10 @@ MEASURED = ("decrease", "decrease_without")  # along the way of every autoencode
 MIDDLES: dict[str, tuple[Pair, Pair, Pair]] = {
     SGD: ((0.01, None), (0.03, None), (1e-3, None)),
     ADAM: ((1e-3, None), (1e-3, None), (1e-3, None)),
-    FOOF: ((1.0, 10.0), (3.0, 10.0), (0.3, 1.0)),
-    KFAC: ((0.01, 0.01), (0.03, 0.01), (0.3, 0.1)),
-    NATURAL: ((0.01, 1.0), (0.01, 1.0), (0.01, 0.1)),
+    FOOF: ((3.0, 10.0), (10.0, 10.0), (0.03, 1.0)),
+    KFAC: ((0.01, 0.1), (0.1, 0.1), (0.03, 0.1)),
+    STANDARD: ((3e-4, 1e-3), (3e-3, 1e-3), (1e-3, 1e-3)),
+    NATURAL: ((0.01, 0.1), (0.01, 0.1), (0.03, 1.0)),
 }
 
 
@@ -47,7 +48,7 @@ def task_of(p: Preset, name: str) -> Task:
 def _method(p: Preset, task: Task, setting: Setting, label: str, kind: int, options: Options = (), urgency: int = 0) -> Search:
     """One curve: its label names the method, `kind` where to search (see MIDDLES)."""
     family = KFAC if label.startswith("KFAC") else label
-    middle = MIDDLES[family][kind]
+    middle = MIDDLES[STANDARD if label in (STANDARD, RELEASED) else family][kind]
     base = setting.but(
         optimizer={SGD: "sgd", ADAM: "adam", FOOF: "foof", KFAC: "kfac", NATURAL: "natural"}[family],
         options=(*setting.options, *(task.schedule if family in (FOOF, KFAC) else ()), *options),

@@ -94,13 +94,13 @@ QUICK_NETS = Nets(
     },
     figures=("fig5b", "figj20a", "figj20c"),
 )  # fmt: skip
-FOR_REDUCED = {"train_size": 3000, "hidden": (8,), "log_every": 5}
-REDUCED_CODE = {"hidden": (500, 250, 125, 30), "batch_size": 500, "steps": 1000}
+FOR_REDUCED = {"train_size": 2000, "hidden": (8,), "log_every": 5}
+REDUCED_CODE = {"hidden": (500, 250, 125, 30), "batch_size": 500, "steps": 600}
 REDUCED_NETS = Nets(
     {
-        "resnet": Task(_resnet(batch_size=50, steps=600, **FOR_REDUCED), 60, 10, 20, 120),
-        "vgg": Task(_vgg(batch_size=32, steps=930, **FOR_REDUCED), 20, 10, 20, 186),
-        **{name: Task(_codes(dataset=name, **REDUCED_CODE), 10, 2, 20, 200) for name in ("faces", "mnist", "curves")},
+        "resnet": Task(_resnet(batch_size=50, steps=400, **FOR_REDUCED), 40, 10, 20, 80),
+        "vgg": Task(_vgg(batch_size=32, steps=620, **FOR_REDUCED), 20, 10, 20, 124),
+        **{name: Task(_codes(dataset=name, **REDUCED_CODE), 10, 2, 20, 120) for name in ("faces", "mnist", "curves")},
     },
     batches=(32, 64, 128, 256),
 )  # fmt: skip
@@ -122,15 +122,15 @@ PRESETS: dict[str, Preset] = {
         images=30, full_steps=6, early=12, nets=SMOKE_NETS,
     ),
     "quick": Preset(
-        "quick", "minutes: the paper's network at 0.4 of its width on the embedded 6,000 images, 4 epochs; only learning rates searched",
+        "quick", "minutes: the paper's network at 0.4 of its width on the embedded 6,000 images, 4 epochs; only learning rates "
+        "searched; of the convolutional half two small figures, on the same images",
         Setting(hidden=(400, 400, 400), steps=240), seeds=3, fine=True, images=100, full_steps=100, early=240,
         nets=QUICK_NETS,
     ),
     "reduced": Preset(
         "reduced", "hours on two cores: the convolutional half alone, much smaller than the paper's: ResNet18 and VGG11 of width 8 on "
-            "3,000 "
-        "images, 10 epochs; autoencoders of half the width, 1,000 steps with batches of 500; nine trials for every method, three seeds of "
-        "what wins",
+        "2,000 images, 10 epochs; autoencoders of half the width, 600 steps with batches of 500; nine trials for every method, three seeds "
+        "of what wins",
         Setting(), seeds=3, fine=True, images=0, full_steps=0, early=0, datasets=(), nets=REDUCED_NETS, reduced=True,
     ),
     "paper": Preset(

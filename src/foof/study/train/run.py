@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from foof import KFAC, NaturalGradient
-from foof.study.data import Data, load
+from foof.study.data import SPECS, Data, load, there
 from foof.study.train import models
 from foof.study.train.averages import Average
 from foof.study.train.batches import Batch, Batches
@@ -299,6 +299,12 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, chunk: int = 2000, of: Obje
         right += of.right(out, batch)
     model.train(training)
     return loss / len(y), right / len(y)
+
+
+def missing_data(setting: Setting) -> str:
+    """The data set that a setting needs and that can only be had from the network; empty if it is here."""
+    local = setting.source in ("embedded", "debian") or there(setting.dataset)
+    return "" if local else SPECS[setting.dataset].title
 
 
 @cache
