@@ -19,7 +19,7 @@ IMAGES = {"embedded": 6000}
 # Of convolutional networks: multiplications and additions of one image's forward pass at width 1, where all layers have few channels, and
 # how much slower than large products they are done
 CONVOLUTIONS = {"resnet18": 1.4e5, "resnet18-no-norm": 1.4e5, "vgg11": 3.7e4}
-CONVOLUTION_RATE = 6e9
+CONVOLUTION_RATE = 1.7e10
 OVER_SGD = {"foof": 1.25, "kfac": 1.5, "natural": 4.0}  # a convolutional step of other methods
 
 
