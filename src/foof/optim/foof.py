@@ -93,8 +93,8 @@ class FOOF(NeuronOptimizer):
             for each in self.param_groups:
                 if each.get("paced", False) not in (False, True, each.get("max_change")):  # True: of an early checkpoint
                     raise ValueError(
-                        f"max_change was {each['paced']:g} when FOOF(model) was made, and is {each['max_change']} in its param_groups now, which "
-                        'nothing reads: without a learning rate the step is the group\'s "lr". Change that.'
+                        f"max_change was {each['paced']:g} when FOOF(model) was made, and is {each['max_change']} in its param_groups now, "
+                        'which nothing reads: without a learning rate the step is the group\'s "lr". Change that.'
                     )
             self._factor_of = self._changes.factors(self.state)
         params = [p for p in group["params"] if p.grad is not None]
