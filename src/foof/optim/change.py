@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,14 +14,47 @@ from torch import Tensor
 from foof import distributed
 from foof._torch import foreach_norm
 from foof.kronecker import in_blocks
+from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block
 from foof.optim.engine import Engine
-from foof.optim.rules import paced, reach_powers, relative_change
+from foof.optim.rules import descend_by, paced, reach_powers, relative_change
 from foof.statistics import wide
 
 MEMORY = 0.999  # decay of the mean square of changes so far, as Adam's β₂
 TINY = torch.finfo(torch.float64).tiny
 State = MutableMapping[Tensor, dict[str, Any]]  # of an optimizer, by parameter
+
+
+class Bound(Protocol):
+    """Says what a step is multiplied by."""
+
+    def factors(self, state: State) -> dict[Tensor, Tensor]:
+        """For each parameter, where any has a bound."""
+
+
+class BoundedSteps(NeuronOptimizer):
+    """Steps ``f · lr · U`` with a factor f for each parameter of a group that has a ``max_change``; those of other groups are plain."""
+
+    _bound: Bound | None = None
+    _factor_of: Mapping[Tensor, Tensor] = {}
+
+    def _update(self, group: dict[str, Any]) -> None:
+        if self._bound is not None and group is self.param_groups[0]:
+            self._factor_of = self._bound.factors(self.state)
+        params = [p for p in group["params"] if p.grad is not None]
+        if group["max_change"] is None or not params:
+            super()._update(group)
+            return
+        buffers = [distributed.local(self._momentum(p)) for p in params] if group["momentum"] else []
+        sign, factors = -1.0 if self.maximize else 1.0, [self._factor_of[p] for p in params]
+        gradients = [distributed.local(p.grad) for p in params]
+        for i, (g, factor) in enumerate(zip(gradients, factors, strict=True)):
+            if wide(g.dtype) != g.dtype:  # 1/ρ may be beyond half precision, the step is not
+                gradients[i], factors[i] = (g.to(factor.dtype) * factor).to(g.dtype), torch.ones_like(factor, dtype=g.dtype)
+            elif factor.dtype != g.dtype:
+                factors[i] = factor.to(g.dtype)
+        params = [distributed.local(p) for p in params]
+        descend_by(params, gradients, buffers, factors, sign * group["lr"], group["momentum"], sign * group["weight_decay"])
 
 
 class Changes:
@@ -81,7 +114,7 @@ class Changes:
             factors = paced(rho, self._usual(state))
             return factors if fresh == 1 else factors * fresh
         tau = fresh * like([group["max_change"] / max(group["lr"], TINY) for group in options], rho)
-        return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
+        return at_most(tau, rho)
 
     def _usual(self, state: State) -> Tensor:
         """``ρ̄``, the root of the normalised moving average of ρ²."""
@@ -118,6 +151,11 @@ class Changes:
                 f"not, either. If the loss was finite, go back to a checkpoint and try {remedy}; if it was not, look for what made it so.",
                 once="infinity",
             )
+
+
+def at_most(tau: float | Tensor, rho: Tensor) -> Tensor:
+    """``min(1, τ/ρ)``. NaN stays NaN."""
+    return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)
 
 
 def norms_of(blocks: Sequence[Block]) -> Tensor:
