@@ -202,6 +202,36 @@ def test_layers_of_zeros_and_layers_without_a_gradient():
     assert changes[1, :10].any()
 
 
+# --- What is said of it ----------------------------------------------------------------------------------------------------------
+
+
+def test_explain_shows_how_far_the_latest_step_went():
+    model = network(5, 4, 3)
+    opt = foof.FOOF(model, momentum=0.5)
+    assert "latest" not in str(opt.explain())
+    steps(model, opt, BATCHES[:1])
+    said = opt.explain()
+    assert [row.change for row in said.rows] == ["3.00%", "", "3.00%", ""]
+    assert "outputs of 2 of 2 layers by 3.00% of their size" in said.note
+    steps(model, opt, [(x, y / 1000) for x, y in BATCHES[1:2]])
+    assert "outputs of 0 of 2 layers" in str(opt.explain())
+
+
+def test_explain_shows_which_layers_are_bounded_and_which_would_be():
+    """A layer that would go 1.5 times as far as it may: bounded at this max_change and at half of it, not at twice."""
+    model = nn.Linear(5, 3, bias=False, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    free = foof.FOOF(twin, lr=1.0, damping=0.1, max_change=1e6)
+    steps(twin, free, BATCHES[:1])
+    Sigma = BATCHES[0][0].mT @ BATCHES[0][0] / 8
+    rho = float(rules.output_change(twin.weight.grad, Sigma, model.weight.detach()))
+    assert free.explain().rows[0].change == f"{rho:.2%}"
+    last = foof.FOOF(model, lr=1.0, damping=0.1, max_change=rho / 1.5)
+    steps(model, last, BATCHES[:1])
+    assert last.explain().rows[0].change == f"{rho / 1.5:.2%}, bounded: {rho:.2%}"
+    assert last.explain().note.endswith("bounded 1 of 1 layers in the latest step; half of it would have bounded 1, twice of it 0.")
+
+
 # --- KFAC and natural gradients --------------------------------------------------------------------------------------------------
 
 KRONECKER = {

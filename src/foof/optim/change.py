@@ -57,6 +57,10 @@ class BoundedSteps(NeuronOptimizer):
         descend_by(params, gradients, buffers, factors, sign * group["lr"], group["momentum"], sign * group["weight_decay"])
 
 
+    def _latest_changes(self) -> tuple[dict[str, str], str]:
+        return self._bound.latest() if isinstance(self._bound, Changes) else super()._latest_changes()
+
+
 class Changes:
     """By how much of their size the outputs of each block would move: ``ρ = reach · ‖U‖``.
 
@@ -69,6 +73,7 @@ class Changes:
         self.engine = engine
         self.blocks: list[Block] = []  # that had a bound in the latest step
         self.norms = self.rho = torch.zeros(0)  # ‖U‖ and ρ of each of these
+        self._latest = torch.zeros(0)  # what their updates were multiplied by
         self._counts: list[float] = []  # steps of each
         self._packed: dict[str, tuple[list[Tensor], Tensor]] = {}  # entries in the state, and the vector that they are views of
 
@@ -89,7 +94,8 @@ class Changes:
         self.blocks = [blocks[i] for i in bounded.values()]
         self.norms = norms
         self.rho = norms * self._reaches(state)
-        of_weight = dict(zip(bounded, self._factors(state).unbind(), strict=True))
+        self._latest = self._factors(state)
+        of_weight = dict(zip(bounded, self._latest.unbind(), strict=True))
         if len(of_weight) < len(blocks):  # a bias may have a bound where its weight has none
             of_weight = {block.weight: of_weight.get(block.weight, torch.ones_like(norms[0])) for block in blocks}
         return {p: of_weight[block.weight] for block in blocks for p in block.parameters}
@@ -138,6 +144,32 @@ class Changes:
             if key == "step":
                 self._counts = vector.tolist()
         return vector
+
+    def latest(self) -> tuple[dict[str, str], str]:
+        """By how much the latest step moved the outputs of each layer (with momentum: would, were the gradient to stay), and what another
+        ``max_change`` would change."""
+        if not self.blocks:
+            return {}, ""
+        names, said = {id(p): name for name, p in self.engine.model.named_parameters()}, dict[str, str]()
+        over = list[float]()  # how far each would have gone, over its bound
+        for block, rho, factor in zip(self.blocks, self.rho.tolist(), self._latest.tolist(), strict=True):
+            group = block.options
+            free, moved = (group["lr"] * x * rho / (1 - group["momentum"]) for x in (1.0, factor))
+            bound = group["lr"] if group.get("paced") else group["max_change"]
+            over.append((moved if group.get("paced") else free) / max(bound, TINY))
+            said[names[id(block.weight)]] = f"{moved:.2%}" + (f", bounded: {free:.2%}" if free > bound and not group.get("paced") else "")
+        total, options = len(over), self.blocks[0].options
+        if options.get("paced"):
+            full = sum(x > 1 - 1e-6 for x in over)
+            return said, (
+                f"The latest step moved the outputs of {full} of {total} layers by {options['lr']:.2%} of their size, and of the others by "
+                "less, as their errors have become smaller than half of what they used to be. Twice the max_change moves all twice as far."
+            )
+        at = {scale: sum(x > scale for x in over) for scale in (0.5, 1.0, 2.0)}
+        return said, (
+            f"max_change bounded {at[1.0]} of {total} layers in the latest step; half of it would have bounded {at[0.5]}, twice of it "
+            f"{at[2.0]}."
+        )
 
     def _warn_of_infinity(self, blocks: list[Block], norms: Tensor) -> None:
         """Say which layers have lost their gradient."""
