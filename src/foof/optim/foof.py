@@ -54,6 +54,8 @@ class FOOF(BoundedSteps):
             those that are not covered the weight_decay holds, and the lr where the whole group is not.
         blocks: into how many diagonal blocks Σ is split, for layers with very many inputs; ``"auto"``: as few as keep a layer's
             statistics within a gibibyte.
+        row_stride: Σ is estimated from every k-th row: of the tokens of a batch, or its datapoints; of convolutions from every k-th
+            datapoint. Which ones they are moves on with every batch.
         loss_average: ``"batch"``: the loss is a mean over datapoints; ``"batch+sequence"``: over their rows (tokens), too, as language
             losses are. Then Σ is such a mean as well, and lr and damping mean the same at any length.
         exclude: names of modules to leave to the fallback optimizer.
@@ -63,7 +65,7 @@ class FOOF(BoundedSteps):
 
     def __init__(self, model: nn.Module, lr: float | None = None, damping: float | str | None = None, *, relative: bool = False,
                  max_change: float | None = None, momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100,
-                 S: int | None = None, spread: bool = False, blocks: int | str = 1, loss_average: str = "batch",
+                 S: int | None = None, spread: bool = False, blocks: int | str = 1, row_stride: int = 1, loss_average: str = "batch",
                  rest: Fallback | None = None, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
                  maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         of_change = lr is None  # is the step set by how far it moves the outputs, or merely bounded?
@@ -73,7 +75,7 @@ class FOOF(BoundedSteps):
         if damping is None:
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
-        exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks)
+        exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks, row_stride)
         engine = Engine(model, lambda _: estimator, Schedule.of(T, S, spread=spread), ema, exclude=exclude, process_group=process_group)
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
