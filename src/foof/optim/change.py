@@ -17,7 +17,7 @@ from foof.kronecker import in_blocks
 from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block
 from foof.optim.engine import Engine
-from foof.optim.rules import descend_by, paced, reach_powers, relative_change
+from foof.optim.rules import at_most, descend_by, paced, reach_powers, relative_change
 from foof.statistics import wide
 
 MEMORY = 0.999  # decay of the mean square of changes so far, as Adam's β₂
@@ -135,7 +135,7 @@ class Changes:
         """What the state says of each block, as one vector that it has views of, in the norms' precision."""
         entries, vector = self._packed.get(key, ([], self.norms))
         found = [state[block.weight].get(key) for block in self.blocks]
-        if len(found) != len(entries) or vector.dtype != self.norms.dtype or not all(map(operator.is_, found, entries)):
+        if len(found) != len(entries) or (vector.dtype, vector.device) != (self.norms.dtype, self.norms.device) or not all(map(operator.is_, found, entries)):
             vector = torch.stack([torch.full_like(self.norms[0], default) if entry is None else entry.to(self.norms) for entry in found])
             entries = [vector[i] for i in range(len(found))]
             for block, entry in zip(self.blocks, entries, strict=True):
@@ -183,11 +183,6 @@ class Changes:
                 f"not, either. If the loss was finite, go back to a checkpoint and try {remedy}; if it was not, look for what made it so.",
                 once="infinity",
             )
-
-
-def at_most(tau: float | Tensor, rho: Tensor) -> Tensor:
-    """``min(1, τ/ρ)``. NaN stays NaN."""
-    return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)
 
 
 def norms_of(blocks: Sequence[Block]) -> Tensor:

@@ -17,10 +17,11 @@ from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps, check_adaptive
 from foof.optim.block import Block, Damping
-from foof.optim.change import State, at_most
+from foof.optim.change import State
 from foof.optim.checks import Fallback
 from foof.optim.engine import Engine
 from foof.optim.estimators import Estimator, Host
+from foof.optim.rules import at_most
 from foof.optim.step import Ledger, Step
 from foof.passes import Recorder, check_output, record
 from foof.statistics import Schedule
