@@ -226,6 +226,15 @@ def test_every_claim_can_be_run_at_every_preset(preset):
         assert {c.experiment for c in CLAIMS} == {e.figure for e in experiments_of(preset).values()} - {"toy"}
 
 
+def test_five_seeds_report_what_takes_minutes_and_three_what_takes_longer():
+    fig1a, fig1c, fig2a, fig3a = (RUNS[figure](PAPER, "fashion-mnist") for figure in ("fig1a", "fig1c", "fig2a", "fig3a"))
+    assert {s.seeds for s in (*fig1a.values(), *fig2a.values())} == {5}
+    assert [s.seeds for s in fig1c.values()] == [5, 3, 3]
+    assert (fig3a[STANDARD].seeds, RUNS["fig1d"](PAPER, "fashion-mnist")["Natural gradient, full Fisher"].seeds) == (3, 3)
+    assert [s.seed for s in fig1a[SGD].reports(fig1a[SGD].middle)] == [1, 2, 3, 4, 5]
+    assert {s.seeds for s in RUNS["fig1a"](QUICK, "fashion-mnist").values()} == {3}
+
+
 def test_a_choice_is_a_figure_a_family_of_figures_or_a_claim():
     assert [e.id for e in chosen(["fig3"], QUICK)] == ["fig3a", "fig3b", "fig3c", "fig3d"]
     assert [e.id for e in chosen(["fig1a", "fig1a-mnist"], PAPER)] == ["fig1a", "fig1a-mnist"]

@@ -36,7 +36,6 @@ LARGER, LARGEST = "Natural gradient, larger D", "Natural gradient, largest D"
 DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's scale
 HEURISTIC = label_3(KFAC, DAMPINGS[0])  # what Fig. 3A shows as heuristic damping: it is the first curve of Fig. 3C
 TS = (1, 10, 100)
-CHEAP_SEEDS = 5  # where a run takes seconds
 FULL_GRID = 20  # steps of the grids of full Fishers, of which one takes ten seconds and more
 
 
@@ -122,13 +121,12 @@ def fig2a(p: Preset, d: str) -> Runs:
     if p.fine and not p.centred:
         return {}  # see `notes`
     full = full_batch(p, d).but(hidden=())
-    seeds = CHEAP_SEEDS if p.centred else p.seeds
     return {
-        KFAC: replace(search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3), ridge=(-4, 4)), seeds=seeds),
-        NATURAL_FULL: replace(_exact(p, full, (0.1, 0.1), (0.3, 0.1)), seeds=seeds),
-        NATURAL_MC: replace(search(p, full.but(optimizer="natural"), (0.01, 0.01), (0.03, 0.01), ridge=(-4, 4)), seeds=seeds),
-        SGD: replace(_momenta(p, full, 0.03, 0.1), seeds=seeds),
-        GD: replace(search(p, full.but(optimizer="sgd"), (0.03, None), (0.1, None)), seeds=seeds),
+        KFAC: search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3), ridge=(-4, 4)),
+        NATURAL_FULL: _exact(p, full, (0.1, 0.1), (0.3, 0.1)),
+        NATURAL_MC: search(p, full.but(optimizer="natural"), (0.01, 0.01), (0.03, 0.01), ridge=(-4, 4)),
+        SGD: _momenta(p, full, 0.03, 0.1),
+        GD: search(p, full.but(optimizer="sgd"), (0.03, None), (0.1, None)),
     }
 
 
@@ -162,7 +160,7 @@ def _to_the_end(p: Preset, found: Search, *options: tuple[str, str]) -> Search:
     early = found.base
     grid_steps = p.grid_steps or early.steps
     whole = early.but(steps=p.base.steps, measure=(), options=(*EVERY_TEN, *options))
-    return replace(found, base=whole, grid_steps=grid_steps, stand_ins=(early, early.but(steps=grid_steps)))
+    return replace(found, base=whole, seeds=p.seeds_of(whole), grid_steps=grid_steps, stand_ins=(early, early.but(steps=grid_steps)))
 
 
 def fig3a(p: Preset, d: str) -> Runs:
