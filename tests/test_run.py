@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import foof
 from foof.study.paper.toy import toy
 from foof.study.train import models
 from foof.study.train.batches import Batches
@@ -259,3 +260,24 @@ def test_natural_gradients_take_their_fisher_where_they_are_told_to():
     own, same, larger = (run(base.but(options=o)).series["loss"] for o in ((), (("same_batch", True),), (("fisher_batch", 200),)))
     assert own[0] == same[0] == larger[0]
     assert len({own[-1], same[-1], larger[-1]}) == 3
+
+
+@pytest.mark.parametrize("name", ["kfac", "natural"])
+def test_adaptive_runs_change_their_damping_by_the_loss_after_the_step(name, monkeypatch):
+    """Every five steps with the loss of the same batch before and after; the learning rate plays no part."""
+    seen = []
+    cls = {"kfac": foof.KFAC, "natural": foof.NaturalGradient}[name]
+    adapt = cls.adapt_damping
+
+    def watched(self, before, after):
+        ratio = adapt(self, before, after)
+        seen.append((before, after, ratio))
+        return ratio
+
+    monkeypatch.setattr(cls, "adapt_damping", watched)
+    setting = TINY.but(optimizer=name, lr=1.0, damping=10.0, batch_size=None, log_every=1, options=(("T", 1), ("adaptive", True)))
+    record = run(setting)
+    losses = record.series["loss"]
+    assert [(before, after) for before, after, _ in seen[:2]] == [(losses[4], losses[5]), (losses[9], losses[10])]
+    assert all(math.isfinite(ratio) for *_, ratio in seen)
+    assert run(setting.but(lr=3.0)).series == record.series

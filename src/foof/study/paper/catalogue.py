@@ -17,6 +17,10 @@ class Entry:
     early: bool = False  # only the first part of training counts, as in Fig. 3
 
 
+GOOD_STEPS = (
+    "Natural gradients gained little by an adaptive damping, step size and momentum (Martens & Grosse 2015). Here both they and KFAC have "
+    "them: does KFAC lead with good steps, too?"
+)
 CATALOGUE: dict[str, Entry] = {
     "toy": Entry(
         "Two datapoints that disagree", "Appendix F",
@@ -74,6 +78,9 @@ CATALOGUE: dict[str, Entry] = {
                      "biases natural gradients; an independent one avoids that.", "Fig. I.7"),
     "bayesian": Entry("A damping nobody tuned", "Appendix K", "A Bayesian reading suggests λ = the precision of the weight initialisation; "
                       "then only the learning rate is left to tune."),
+    "adaptive-1a": Entry("Constant steps or good steps?", "Appendix A, Fig. 1A", f"{GOOD_STEPS} On mini-batches."),
+    "adaptive-1d": Entry("Good steps, nothing approximated", "Appendix A, Fig. 1D", f"{GOOD_STEPS} With full batches of few images."),
+    "adaptive-2a": Entry("Good steps in one layer", "Appendix A, Fig. 2A", f"{GOOD_STEPS} In one layer, with full batches of few images."),
     "one-hidden": Entry("One hidden layer of 500 on MNIST", "", "Where earlier work has a loss of 0.3 and less than 95 % accuracy, KFAC "
                         "reaches a loss a hundred times smaller and 98 %.", "Appendix H.1.1"),
 }  # fmt: skip

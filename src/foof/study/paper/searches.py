@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from foof.study.search.grids import Row, Search
-from foof.study.search.presets import RIDGE, Preset, fixed, momenta, search
+from foof.study.search.grids import Row, Search, damping_at
+from foof.study.search.presets import RIDGE, TRIALS, Preset, fixed, momenta, search
 from foof.study.train.setting import Setting
 
 
@@ -246,8 +246,7 @@ def appendix_i(p: Preset, d: str) -> Runs:
     found = {}
     for name, options in (("independent", ()), ("same", (("same_batch", True),))):
         setting = base(p, d).but(optimizer="natural", options=options)
-        found[label_i(name, "low")] = search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=2, known=name == "independent",
-                                            ridge=None)
+        found[label_i(name, "low")] = search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=2, known=name == "independent", ridge=None)
         found[label_i(name, "high")] = search(p, setting, (10.0, 100.0), urgency=2, known=False, ridge=None)
     return found
 
@@ -284,6 +283,52 @@ def bayesian(p: Preset, d: str) -> Runs:
     return {SGD: _sgd(p, d), FOOF: _foof(p, d), FOOF_BAYESIAN: auto}
 
 
+def adaptive(label: str) -> str:
+    """A curve of a method whose steps are Appendix A's."""
+    return f"{label}, adaptive"
+
+
+def _adaptive(p: Preset, setting: Setting, damping: float, grid_steps: int | None = None) -> Search:
+    """Step size, momentum and λ by the quadratic model of the loss (Appendix A): only the λ to begin with is left to search, at as many
+    powers of ten around `damping` as others have trials."""
+    setting = setting.but(options=(*setting.options, ("adaptive", True)))
+    decades = range(-(TRIALS // 2), TRIALS // 2 + 1) if p.centred else (0,)
+    rows = tuple(Row((1.0,), damping_at(damping, i)) for i in decades)
+    short = grid_steps or p.grid_steps
+    return Search(setting, rows, 1, extend=p.extend, seeds=p.seeds_of(setting), urgency=2,
+                  grid_steps=short if p.centred and short and short < setting.steps else None)  # fmt: skip
+
+
+def _beside(constant: Runs, adapted: dict[str, Search]) -> Runs:
+    """Adaptive methods beside what they are with constant steps."""
+    return {**{label: constant[label] for label in (SGD, *adapted)}, **{adaptive(label): found for label, found in adapted.items()}}
+
+
+def adaptive_1a(p: Preset, d: str) -> Runs:
+    if p.fine and not p.centred:
+        return {}  # see `notes`
+    kfac, natural = base(p, d).but(optimizer="kfac", options=EVERY_TEN), base(p, d).but(optimizer="natural")
+    return _beside(fig1a(p, d), {KFAC: _adaptive(p, kfac, 1e-4), NATURAL: _adaptive(p, natural, 1.0)})
+
+
+def adaptive_1d(p: Preset, d: str) -> Runs:
+    return _adaptive_full(p, full_batch(p, d), fig1d(p, d), (("fisher", "full"),))
+
+
+def adaptive_2a(p: Preset, d: str) -> Runs:
+    return _adaptive_full(p, full_batch(p, d).but(hidden=()), fig2a(p, d), (("fisher", "full"), ("solver", "cg")))
+
+
+def _adaptive_full(p: Preset, full: Setting, constant: Runs, exact: tuple[tuple[str, str], ...]) -> Runs:
+    if p.fine and not p.centred:
+        return {}
+    return _beside(constant, {
+        KFAC: _adaptive(p, full.but(optimizer="kfac", options=THIS_BATCH), 1e-6),
+        NATURAL_FULL: _adaptive(p, full.but(optimizer="natural", options=exact), 1.0, FULL_GRID if full.hidden else None),
+        NATURAL_MC: _adaptive(p, full.but(optimizer="natural"), 1.0),
+    })  # fmt: skip
+
+
 def one_hidden(p: Preset, d: str) -> Runs:
     """Appendix H.1.1: one hidden layer of 500 on MNIST."""
     if d != "mnist":
@@ -299,5 +344,6 @@ RUNS: dict[str, Callable[[Preset, str], Runs]] = {
     "fig1a": fig1a, "fig1b": fig1b, "fig1c": fig1c, "fig1d": fig1d, "fig2a": fig2a, "fig2b": fig2b, "fig2c": fig2c,
     "fig3a": fig3a, "fig3b": fig3b, "fig3c": fig3c, "fig3d": fig3d, "fig4a": fig4a, "fig4b": fig4b, "fig4c": fig4c,
     "batches": appendix_i, "per-datapoint": per_datapoint, "robustness": robustness, "bayesian": bayesian,
-    "one-hidden": one_hidden, "generalisation": generalisation,
+    "one-hidden": one_hidden, "generalisation": generalisation, "adaptive-1a": adaptive_1a, "adaptive-1d": adaptive_1d,
+    "adaptive-2a": adaptive_2a,
 }  # fmt: skip

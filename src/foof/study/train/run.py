@@ -173,6 +173,7 @@ class _Loop:
             if measures:
                 self._measure(BEFORE, moment, self.number)
             self.optimizer.step()
+        self._adapt(moment)
         log.seconds.append(time.perf_counter() - begun)
         log.cpu.append(time.thread_time() - begun_cpu)
         if measures:
@@ -180,6 +181,11 @@ class _Loop:
         self.optimizer.zero_grad()
         if self.average:
             self.average.update(self.model)
+
+    def _adapt(self, moment: Moment) -> None:
+        """λ by how well the quadratic model foresaw the step, from the loss of its batch before and after (Appendix A)."""
+        if getattr(self.optimizer, "adaptation_due", False):
+            self.optimizer.adapt_damping(moment.loss, moment.batch_loss().item())  # type: ignore[attr-defined]
 
     def _set_momentum(self) -> None:
         """Momentum is switched on after some epochs, where the setting says so."""
