@@ -78,6 +78,13 @@ CATALOGUE: dict[str, Entry] = {
                      "biases natural gradients; an independent one avoids that.", "Fig. I.7"),
     "bayesian": Entry("A damping nobody tuned", "Appendix K", "A Bayesian reading suggests λ = the precision of the weight initialisation; "
                       "then only the learning rate is left to tune."),
+    "finer": Entry("A finer grid of λ", "Appendices D.2, D.3", "Refining the grid of λ from 10^(2i) to 10^i hardly improves FOOF."),
+    "finer-kfac": Entry("A finer grid of λ for KFAC", "Appendix D.2", "Nor does it KFAC."),
+    "inside": Entry(
+        "Inside FOOF and KFAC", "Appendices D.4, G, H.2, K",
+        "KFAC's λ_A, the damping of its first factor, is close to FOOF's λ; Σ changes slowly; inverting it is about ten times faster than "
+        "decomposing it into singular values; and as a posterior of weights the first factor alone might do as well as both.",
+        draws="inside"),
     "adaptive-1a": Entry("Constant steps or good steps?", "Appendix A, Fig. 1A", f"{GOOD_STEPS} On mini-batches."),
     "adaptive-1d": Entry("Good steps, nothing approximated", "Appendix A, Fig. 1D", f"{GOOD_STEPS} With full batches of few images."),
     "adaptive-2a": Entry("Good steps in one layer", "Appendix A, Fig. 2A", f"{GOOD_STEPS} In one layer, with full batches of few images."),

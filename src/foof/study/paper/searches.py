@@ -36,6 +36,8 @@ LARGER, LARGEST = "Natural gradient, larger D", "Natural gradient, largest D"
 DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's scale
 HEURISTIC = label_3(KFAC, DAMPINGS[0])  # what Fig. 3A shows as heuristic damping: it is the first curve of Fig. 3C
 TS = (1, 10, 100)
+LATER = 200  # T > 100
+COARSE, FINE = "λ from 10^(2i)", "λ from 10^i"
 FULL_GRID = 20  # steps of the grids of full Fishers, of which one takes ten seconds and more
 
 
@@ -225,7 +227,8 @@ def fig4a(p: Preset, d: str) -> Runs:
         for T in TS:
             timed = base(p, d).but(optimizer=name, lr=lr, damping=damping, steps=max(2 * T, 20), options=(("T", T), ("S", T)))
             found[f"{name.upper()}, T = {T}"] = fixed(p, timed, urgency=0)
-    return found
+    later = base(p, d).but(optimizer="foof", lr=0.1, damping=1.0, steps=LATER, options=(("T", LATER), ("S", LATER)))
+    return {**found, f"FOOF, T = {LATER}": fixed(p, later, urgency=2)}
 
 
 def fig4b(p: Preset, d: str) -> Runs:
@@ -281,6 +284,39 @@ def bayesian(p: Preset, d: str) -> Runs:
     """Appendix K: λ from the precision of the weight initialisation."""
     auto = search(p, _foof(p, d).base, (1.0, "auto"), (3.0, "auto"), urgency=2, known=False)
     return {SGD: _sgd(p, d), FOOF: _foof(p, d), FOOF_BAYESIAN: auto}
+
+
+def inside(p: Preset, d: str) -> Runs:
+    """What is looked at along a run, or at its end: Σ as it changes, how long it takes to invert, posteriors of its weights; KFAC's λ_A."""
+    foof, kfac = ((0.3, 1.0), (3e-3, 1e-2)) if p.centred else ((1.0, 1.0), (1e-2, 1e-2))
+    looked = base(p, d).but(optimizer="foof", lr=foof[0], damping=foof[1], steps=p.early,
+                            measure=("sigma_drift", "sigma_noise", "inversion", "posterior"))  # fmt: skip
+    split = base(p, d).but(optimizer="kfac", lr=kfac[0], damping=kfac[1], steps=max(p.early // 3, 1), measure=("lambda_A",))
+    return {
+        FOOF: fixed(p, looked.but(options=(("T", 100), ("S", 100), ("measure_every", 100 if p.fine else 1))), urgency=2),
+        KFAC: fixed(p, split.but(options=(*EVERY_TEN, ("measure_every", 2 * p.base.log_every))), urgency=2),
+    }
+
+
+def finer(p: Preset, d: str) -> Runs:
+    """FOOF's search, and the same with λ between those of its grid."""
+    found = _foof(p, d)
+    return _refined(p, found if p.centred else replace(found, extend=p.extend), RIDGE if p.centred else (-3, 3))
+
+
+def finer_kfac(p: Preset, d: str) -> Runs:
+    return {} if p.fine and not p.centred else _refined(p, _kfac(p, d), RIDGE)
+
+
+def _refined(p: Preset, found: Search, ridge: tuple[int, int]) -> Runs:
+    """A search with λ at 10^(2i), and one with λ at 10^i whose learning rates lie on the same ridge."""
+    middle = found.rows[len(found.rows) // 2]
+    below, above = (middle.moved(2 * way, by) for way, by in ((-1, ridge[0]), (1, ridge[1])))
+    between = [middle.moved(way, int(by / 2)) for way, by in ((-1, ridge[0]), (1, ridge[1]))]
+    return {
+        COARSE: replace(found, rows=(below, middle, above), urgency=2),
+        FINE: replace(found, rows=(below, between[0], middle, between[1], above), damping_every=1, urgency=2),
+    }
 
 
 def adaptive(label: str) -> str:
@@ -345,5 +381,5 @@ RUNS: dict[str, Callable[[Preset, str], Runs]] = {
     "fig3a": fig3a, "fig3b": fig3b, "fig3c": fig3c, "fig3d": fig3d, "fig4a": fig4a, "fig4b": fig4b, "fig4c": fig4c,
     "batches": appendix_i, "per-datapoint": per_datapoint, "robustness": robustness, "bayesian": bayesian,
     "one-hidden": one_hidden, "generalisation": generalisation, "adaptive-1a": adaptive_1a, "adaptive-1d": adaptive_1d,
-    "adaptive-2a": adaptive_2a,
+    "adaptive-2a": adaptive_2a, "inside": inside, "finer": finer, "finer-kfac": finer_kfac,
 }  # fmt: skip
