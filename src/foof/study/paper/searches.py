@@ -314,8 +314,8 @@ def _refined(p: Preset, found: Search, ridge: tuple[int, int]) -> Runs:
     below, above = (middle.moved(2 * way, by) for way, by in ((-1, ridge[0]), (1, ridge[1])))
     between = [middle.moved(way, int(by / 2)) for way, by in ((-1, ridge[0]), (1, ridge[1]))]
     return {
-        COARSE: replace(found, rows=(below, middle, above), urgency=2),
-        FINE: replace(found, rows=(below, between[0], middle, between[1], above), damping_every=1, urgency=2),
+        COARSE: replace(found, rows=(below, middle, above), urgency=2, known=False),
+        FINE: replace(found, rows=(below, between[0], middle, between[1], above), damping_every=1, urgency=2, known=False),
     }
 
 

@@ -92,7 +92,7 @@ def brief(v: Verdict) -> str:
     if c is None or math.isnan(c.effect.ratio):
         return ""
     e = c.effect
-    if e.low == e.high:
+    if e.low == e.high and (math.isinf(e.ratio) or not e.ratio):
         return "diverges" if e.ratio else "other diverges"
     return f"{e.ratio:.2g}×" + (f" ({e.low:.2g}–{e.high:.2g})" if e.n > 1 else " (n = 1)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Checkpoint:
         """The state, if there is one of this source and this torch."""
         try:
             found = torch.load(self.path, weights_only=False)
-        except (OSError, EOFError, RuntimeError):
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
             return None
         return found["state"] if (found["source"], found["torch"]) == (self.source, torch.__version__) else None
 

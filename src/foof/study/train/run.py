@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from foof import KFAC, NaturalGradient
-from foof.study.data import Data, load
+from foof.study.data import SPECS, Data, load, there
 from foof.study.train import models
 from foof.study.train.averages import Average
 from foof.study.train.batches import Batch, Batches
@@ -159,6 +159,7 @@ class _Loop:
         self._set_momentum()
         log, measures = self.log, "measured_at" in self.log.series and (self.number - 1) % self.every == 0
         begun, begun_cpu = time.perf_counter(), time.thread_time()
+        self._own_fisher()
         out = self.model(batch[0])
         loss = self.objective.loss(out, batch)
         self.loss = self.objective.shown(loss.item(), out)
@@ -204,16 +205,22 @@ class _Loop:
             out = self.average.model(batch[0])
             self.log.series["averaged_loss"].append(self.objective.shown(self.objective.loss(out, batch).item(), out))
 
-    def _estimate_fisher(self, out: Tensor, batch: Batch) -> None:
-        """Natural gradients take a batch of their own (Appendix I.5), unless told otherwise; KFAC this step's outputs."""
-        targets = (self.objective.target(batch),) if self.setting.option("fisher") == "empirical" else ()
-        if not isinstance(self.optimizer, NaturalGradient):
-            if hasattr(self.optimizer, "update_curvature"):
-                self.optimizer.update_curvature(out, *targets)
-        elif self.setting.option("same_batch") or self.setting.batch_size is None:
-            self.optimizer.update_curvature(out, *targets)
-        elif self.optimizer.curvature_due:
+    def _own_fisher(self) -> None:
+        """Natural gradients take a batch of their own (Appendix I.5), unless told otherwise, before the step's: batch norms whose moments
+        it moves, and puts back, are then not between a forward pass and its backward."""
+        if isinstance(self.optimizer, NaturalGradient) and not self._same_batch and self.optimizer.curvature_due:
             self.optimizer.update_curvature(inputs=self._here(next(self.fisher))[0])
+
+    @property
+    def _same_batch(self) -> bool:
+        return bool(self.setting.option("same_batch")) or self.setting.batch_size is None
+
+    def _estimate_fisher(self, out: Tensor, batch: Batch) -> None:
+        """KFAC takes this step's outputs, and its targets for the empirical Fisher."""
+        own = isinstance(self.optimizer, NaturalGradient) and not self._same_batch
+        if hasattr(self.optimizer, "update_curvature") and not own:
+            targets = (self.objective.target(batch),) if self.setting.option("fisher") == "empirical" else ()
+            self.optimizer.update_curvature(out, *targets)
 
     def _measure(self, table: Mapping[str, Callable[[Moment], float]], moment: Moment, number: int | None) -> None:
         if number is not None:
@@ -301,6 +308,12 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, chunk: int = 2000, of: Obje
         right += of.right(out, batch)
     model.train(training)
     return loss / len(y), right / len(y)
+
+
+def missing_data(setting: Setting) -> str:
+    """The data set that a setting needs and that can only be had from the network; empty if it is here."""
+    local = setting.source in ("embedded", "debian") or there(setting.dataset)
+    return "" if local else SPECS[setting.dataset].title
 
 
 @cache
