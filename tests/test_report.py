@@ -14,19 +14,22 @@ import pytest
 
 from foof.study.paper import published
 from foof.study.paper.answers import answers
+from foof.study.paper.changes import changes
 from foof.study.paper.claims import CLAIMS
 from foof.study.paper.experiments import RUNS, chosen, committed, conduct, experiments_of, recall, remembered
+from foof.study.paper.left import left, total
 from foof.study.paper.rules import QUANTITIES, All, Between, Bound, ExplodesMore, Term, decide, lower, similar
 from foof.study.paper.searches import FOOF, FOOF_10, KFAC, NATURAL, RELEASED, SGD, STANDARD
 from foof.study.paper.toy import toy
 from foof.study.paper.trials import trials
-from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, Verdict, effect, of, spread
+from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, Verdict, deciding, effect, of, spread
+from foof.study.search.estimate import core_seconds
 from foof.study.search.grids import Search, Tuned, look, rectangle
 from foof.study.search.presets import PRESETS, TRIALS
 from foof.study.search.store import Store
 from foof.study.show import plots, report
 from foof.study.show.drawings import compare, draw
-from foof.study.show.scoreboard import brief, deciding, groups, scoreboard_svg
+from foof.study.show.scoreboard import brief, groups, scoreboard_svg
 from foof.study.show.svg import bars_svg, curves_svg
 from foof.study.train.setting import Record, Setting
 
@@ -440,6 +443,34 @@ def test_methods_of_a_figure_have_equal_searches_at_the_paper_s_size(figure):
     fixed = {k: s for k, s in searches.items() if "λ =" in k}
     assert {len(s.grid) for k, s in searches.items() if k not in fixed} <= {TRIALS}
     assert {len(s.grid) for s in fixed.values()} <= {3}
+
+
+def test_a_verdict_that_was_another_says_why():
+    def verdict(id_, ruling, measured="m", changed="", high=math.inf):
+        condition = Condition(Effect(2.0, 0.5, 8.0, 3), 1.0, high)
+        return Verdict(id_, "w", "c", measured, "r", ruling, conditions=(condition,), changed=changed)
+
+    assert changes([verdict("kfac-vs-sgd", Ruling.HOLDS), verdict("new", Ruling.FAILS), verdict("kfac-vs-adam", Ruling.NOT_RUN)]) == []
+    wide, rule, pending = changes([
+        verdict("kfac-vs-sgd", Ruling.UNDECIDED), verdict("mc-vs-sgd", Ruling.FAILS, changed="2026-11-16: reason."),
+        verdict("standard-worse", Ruling.UNDECIDED, "x (the search for settings is not finished: KFAC)"),
+    ])  # fmt: skip
+    assert (wide.was, wide.ratio, wide.now) == ("holds", "15.4", "2, 95 % interval 0.5–8 (n = 3)")
+    assert "3 seeds" in wide.why
+    assert rule.why == "The rule is another. 2026-11-16: reason."
+    assert pending.why == "Settings were chosen at step 1,800. The search for settings is not finished."
+
+
+def test_what_is_left_is_counted_and_priced():
+    """With nothing run everything is left, the runs that two experiments share once in the sum; a stored run is not."""
+    chosen_ = chosen(["fig1a", "fig1b"], PAPER)
+    a, b = found = recall(chosen_, PAPER, lambda _: None)
+    assert [(x.experiment, x.runs, x.undecided) for x in left(found)] == [("fig1a", len(a.left), ()), ("fig1b", len(b.left), ())]
+    assert left(found)[0].not_run[0] == "kfac-vs-natural"
+    assert left(found)[0].hours == pytest.approx(sum(map(core_seconds, a.left)) / 3600)
+    assert total(found)[0] == len({*a.left, *b.left}) < len(a.left) + len(b.left)
+    there = made_up(a.left[0])
+    assert set(recall(chosen_[:1], PAPER, lambda s: there if s == there.setting else None)[0].left) == {*a.left} - {there.setting}
 
 
 def test_a_map_marks_what_diverged_and_what_was_chosen():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from foof.study.paper.claims import ABOUT
-from foof.study.paper.verdicts import Condition, Ruling, Verdict
+from foof.study.paper.verdicts import Condition, Ruling, Verdict, deciding
 
 MARKS = {Ruling.HOLDS: "✓", Ruling.FAILS: "✕", Ruling.UNDECIDED: "?", Ruling.NOT_RUN: "–"}
 CLASSES = {Ruling.HOLDS: "holds", Ruling.FAILS: "fails", Ruling.UNDECIDED: "undecided", Ruling.NOT_RUN: "not-run"}
@@ -51,12 +51,6 @@ def groups(verdicts: Sequence[Verdict]) -> list[Group]:
         if mine:
             found.append(Group(title, run, len(mine) - len(run)))
     return found
-
-
-def deciding(v: Verdict) -> Condition | None:
-    """Of several conditions the one that the ruling hangs on: a broken one first, then an undecided one."""
-    order = (Ruling.FAILS, Ruling.UNDECIDED, Ruling.HOLDS)
-    return min(v.conditions, key=lambda c: order.index(c.ruling), default=None)
 
 
 def bar(c: Condition, x: float = 0.0, y: float = 0.0) -> str:
