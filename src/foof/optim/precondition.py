@@ -28,6 +28,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
     Returns the same optimizer, with ``optimizer.preconditioner`` added: ``optimizer.preconditioner.initialise(batches)`` gathers
     statistics before training, ``.remove()`` takes everything off again. Its state dict carries the statistics along. Parameters
     that are not covered, and those that are not the optimizer's (now: not those that join later), keep their plain gradients.
+    ``spread`` and ``row_stride`` (FOOF's and KFAC's) are as for ``foof.FOOF``.
 
     ``method="kfac"`` and ``"ekfac"`` take the further options of ``foof.KFAC`` (``fisher``, ``likelihood``, ``samples``,
     ``datapoints``, ``generator``; KFAC's ``damping_mode``) and need ``optimizer.update_curvature(out)`` between the forward pass
@@ -54,17 +55,18 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
     return optimizer
 
 
-def _foof(damping: Damping, ema: float, **unknown: Any) -> Callable[[Any], Estimator]:
+def _foof(damping: Damping, ema: float, *, row_stride: int = 1, **unknown: Any) -> Callable[[Any], Estimator]:
     refuse_moved(unknown, {}, "FOOF")
-    return lambda _: InputMoments()
+    estimator = InputMoments(row_stride=row_stride)
+    return lambda _: estimator
 
 
 def _kfac(damping: Damping, ema: float, *, damping_mode: str = "heuristic", fisher: str = "mc", samples: int = 1,
-          likelihood: Any = "categorical", datapoints: int | None = None, generator: Any = None,
+          likelihood: Any = "categorical", datapoints: int | None = None, generator: Any = None, row_stride: int = 1,
           **unknown: Any) -> Callable[[Any], Estimator]:  # fmt: skip
     refuse_moved(unknown, MOVED, "KFAC")
     damping.absolute("KFAC needs")
-    return kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator)
+    return kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, row_stride=row_stride)
 
 
 def _ekfac(damping: Damping, ema: float, **options: Any) -> Callable[[Any], Estimator]:

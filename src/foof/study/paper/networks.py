@@ -28,7 +28,7 @@ MEASURED = ("decrease", "decrease_without")  # along the way of every autoencode
 MIDDLES: dict[str, tuple[Pair, Pair, Pair]] = {
     SGD: ((0.01, None), (0.03, None), (1e-3, None)),
     ADAM: ((1e-3, None), (1e-3, None), (1e-3, None)),
-    FOOF: ((3.0, 10.0), (10.0, 10.0), (0.03, 1.0)),
+    FOOF: ((3.0, 10.0), (10.0, 10.0), (0.1, 10.0)),
     KFAC: ((0.01, 0.1), (0.1, 0.1), (0.03, 0.1)),
     STANDARD: ((3e-4, 0.1), (3e-3, 1e-3), (1e-3, 1.0)),
     NATURAL: ((1e-3, 1.0), (0.01, 0.1), (0.01, 1.0)),

@@ -96,8 +96,8 @@ SMOKE_NETS = Nets(
 FOR_QUICK = {"dataset": "fashion-mnist", "source": "embedded", "log_every": 5}
 QUICK_NETS = Nets(
     {
-        "resnet": Task(_resnet(train_size=1000, hidden=(4,), batch_size=25, steps=80, **FOR_QUICK), 40, 5, 5),
-        "mnist": Task(_codes(hidden=(100, 50, 25, 10), batch_size=200, steps=150, **FOR_QUICK), 10, 2, 5),
+        "resnet": Task(_resnet(train_size=1000, hidden=(4,), batch_size=25, steps=60, **FOR_QUICK), 30, 5, 5),
+        "mnist": Task(_codes(hidden=(100, 50, 25, 10), batch_size=200, steps=120, **FOR_QUICK), 10, 2, 5),
     },
     figures=("fig5b", "figj20a", "figj20c"),
 )  # fmt: skip
