@@ -46,7 +46,7 @@ def made_up(setting: Setting) -> Record:
     at = list(range(1, setting.steps + 1, every)) if setting.measure else []
     measured = {m: [0.5 + 0.001 * setting.seed] * len(at) for m in setting.measure}
     series = {"step": steps, "loss": loss, **({"measured_at": at} if at else {}), **measured}
-    final = {"train_loss": end, "test_accuracy": 0.9 - end / 10, "last_loss": end}
+    final = {"train_loss": end, "test_accuracy": 0.9 - end / 10, "test_loss": 0.3 + end, "last_loss": end}
     return Record(setting, "finished", series, final, {"seconds": 1.0, "seconds_per_step": end, "cpu_per_step": 0.01 * end}, {})
 
 
@@ -443,6 +443,25 @@ def test_methods_of_a_figure_have_equal_searches_at_the_paper_s_size(figure):
     fixed = {k: s for k, s in searches.items() if "λ =" in k}
     assert {len(s.grid) for k, s in searches.items() if k not in fixed} <= {TRIALS}
     assert {len(s.grid) for s in fixed.values()} <= {3}
+
+
+def test_time_to_a_loss_is_of_this_core_and_of_a_running_mean():
+    losses = [1.0, 0.3, 0.1, 0.2, 0.3, 0.1, 0.1, 0.1]
+    record = Record(Setting(steps=80), "finished", {"step": list(range(1, 80, 10)), "loss": losses}, {}, {"cpu_per_step": 0.5})
+    value = QUANTITIES["cpu_to_loss"].value
+    assert value(record, None) == 51 * 0.5  # the mean of 0.3, 0.1, 0.2, 0.3, 0.1 is 0.2
+    assert value(replace(record, series={"step": [1, 11], "loss": [1.0, 0.1]}), None) == math.inf
+    assert math.isnan(value(replace(record, cost={}), None))
+
+
+def test_losses_are_drawn_over_time(outcomes):
+    (drawn,) = draw(next(o for o in outcomes if o.experiment.id == "time"))
+    found = next(o for o in outcomes if o.experiment.id == "time").found
+    assert {c.label for c in drawn.curves} == set(found) == {SGD, "Adam", KFAC, NATURAL, FOOF}
+    foof = next(c for c in drawn.curves if c.label == FOOF)
+    cost = sum(r.cost["cpu_per_step"] for r in found[FOOF].records) / len(found[FOOF].records)
+    assert foof.steps == pytest.approx([cost * step for step in found[FOOF].records[0].series["step"]])
+    assert drawn.figure().layout.xaxis.title.text == "seconds of one core"
 
 
 def test_a_verdict_that_was_another_says_why():

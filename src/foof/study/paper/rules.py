@@ -42,6 +42,18 @@ def _final(name: str) -> Callable[[Record, int | None], float]:
     return value
 
 
+SOON = 0.2  # the training loss that methods are timed to
+RUNNING = 5  # logged losses that are averaged
+
+
+def _cpu_to_loss(record: Record, until: int | None = None) -> float:
+    """Seconds of one core until the mean of `RUNNING` logged mini-batch losses is at most `SOON`; infinite if it never is."""
+    steps, losses = record.series["step"], record.series["loss"]
+    ends = range(RUNNING, len(losses) + 1)
+    there = next((steps[i - 1] for i in ends if statistics.fmean(losses[i - RUNNING : i]) <= SOON), math.inf)
+    return there * record.cost.get("cpu_per_step", math.nan)
+
+
 def _damping(record: Record, until: int | None = None) -> float:
     return record.setting.damping if isinstance(record.setting.damping, float) else math.nan
 
@@ -67,6 +79,7 @@ class Quantity:
     value: Callable[[Record, int | None], float]
     scale: float = 1.0
     unit: str = ""
+    never: str = "diverged"  # what is said of a run for which it is infinite
 
 
 QUANTITIES: dict[str, Quantity] = {
@@ -80,6 +93,7 @@ QUANTITIES: dict[str, Quantity] = {
     "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease", late=False), 100, " %"),
     "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without", late=False), 100, " %"),
     "test_loss": Quantity("loss on the test images", _final("test_loss")),
+    "cpu_to_loss": Quantity(f"time on one core to a loss of {SOON:g}", _cpu_to_loss, unit=" s", never="did not get there"),
     "damping": Quantity("λ", _damping),
     "lambda_A": Quantity("λ_A, geometric mean over layers", _mean_of("lambda_A", late=True)),
     "sigma_drift": Quantity("relative change of Σ in 100 steps", _mean_of("sigma_drift", late=True)),
@@ -112,7 +126,7 @@ class Term:
         found_here = self.spread(found, until)
         if math.isinf(found_here.mean):
             lost = sum(map(math.isinf, self.values(found, until).values()))
-            return f"{self.label} diverged on {lost} of {found_here.n} seeds"
+            return f"{self.label} {QUANTITIES[self.quantity].never} on {lost} of {found_here.n} seeds"
         return f"{self.label}: {found_here.say(QUANTITIES[self.quantity].unit)}"
 
 

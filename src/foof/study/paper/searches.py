@@ -376,10 +376,15 @@ def generalisation(p: Preset, d: str) -> Runs:
     return {SGD: _sgd(p, d), KFAC: _kfac(p, d), FOOF: _foof(p, d)}
 
 
+def time_to_loss(p: Preset, d: str) -> Runs:
+    return {**fig1a(p, d), FOOF: _foof(p, d)}
+
+
 RUNS: dict[str, Callable[[Preset, str], Runs]] = {
     "fig1a": fig1a, "fig1b": fig1b, "fig1c": fig1c, "fig1d": fig1d, "fig2a": fig2a, "fig2b": fig2b, "fig2c": fig2c,
     "fig3a": fig3a, "fig3b": fig3b, "fig3c": fig3c, "fig3d": fig3d, "fig4a": fig4a, "fig4b": fig4b, "fig4c": fig4c,
     "batches": appendix_i, "per-datapoint": per_datapoint, "robustness": robustness, "bayesian": bayesian,
     "one-hidden": one_hidden, "generalisation": generalisation, "adaptive-1a": adaptive_1a, "adaptive-1d": adaptive_1d,
     "adaptive-2a": adaptive_2a, "inside": inside, "finer": finer, "finer-kfac": finer_kfac,
+    "time": time_to_loss,
 }  # fmt: skip
