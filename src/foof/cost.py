@@ -108,15 +108,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
-    """Count one forward pass of a batch, without gradients, in the mode (training, evaluation) the model is in."""
+    """Count one forward pass of a batch, without gradients and in evaluation mode, so that the model stays as it is."""
     layers, seen = list(layers), dict[int, list[Tensor]]()
     data = {t.untyped_storage().data_ptr() for t in _tensors(inputs)}
 
     def see(layer: Layer, x: Tensor) -> None:
         seen.setdefault(id(layer), []).append(x.detach())
 
-    with torch.no_grad(), inputs_seen(layers, see), _Counter() as counted:
-        call_model(model, inputs)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), inputs_seen(layers, see), _Counter() as counted:
+            call_model(model, inputs)
+    finally:
+        for module, was_training in modes.items():
+            module.training = was_training
     found = []
     for layer in layers:
         if calls := seen.get(id(layer)):

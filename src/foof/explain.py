@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foof import notices
+from foof import cost, notices
 from foof.covering import by_matrix, covered_layers
 from foof.layers import Layer
 from foof.passes import call_model
@@ -37,6 +37,7 @@ class Explanation:
     T: int
     S: int
     measured: bool
+    ratio: float | None = None  # of the time of a step to that of SGD with momentum, as predicted
 
     @property
     def covered(self) -> list[str]:
@@ -59,6 +60,7 @@ class Explanation:
         summary = (
             f"{len(self.covered)} of {len(self.rows)} trainable parameters covered; FOOF adds {_si(flops, 'flop')} per step at "
             f"T={self.T}, S={self.S}{bound} and keeps {_si(memory, 'B')} of statistics."
+            + (f" Predicted: {self.ratio:.2f} times the time of a step of SGD with momentum." if self.ratio else "")
         )
         return "\n".join([*table, "", summary])
 
@@ -106,7 +108,14 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
         parameter = model.get_parameter(name)
         rows[name] = Row(name, tuple(parameter.shape), "", reason, group=group_of.get(id(parameter), ""))
     ordered = [rows[name] for name, p in model.named_parameters() if name in rows]
-    return Explanation(tuple(ordered), T, S, inputs is not None)
+    return Explanation(tuple(ordered), T, S, inputs is not None, None if inputs is None else _ratio(model, layers, inputs, T, S))
+
+
+def _ratio(model: nn.Module, layers: list[Layer], inputs: Any, T: int, S: int) -> float | None:
+    """As predicted for a processor; nothing is predicted for accelerators, nor for shards."""
+    if any(p.device.type != "cpu" or type(p) is not nn.Parameter for p in model.parameters()):
+        return None
+    return cost.ratio(cost.work_of(model, layers, inputs), cost.Machine().threads(torch.get_num_threads()), "FOOF", T, S)
 
 
 def _kind(layer: Layer) -> str:

@@ -122,4 +122,3 @@ CASES: dict[str, Case] = {
     )
 }  # fmt: skip
 QUICK = ("mlp-1000", "mlp-250")
-

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import foof
 from foof.bench.machine import growth
+from foof.bench.methods import reason
 from foof.study.train.models import mlp
 
 DAMPING, PRIOR = 0.1, 1.0
@@ -95,7 +96,8 @@ def unit(width: int, D: int, peers: bool = True, say: Say = lambda _: None) -> d
     foof.Fisher(*problem(4, 8)[:2]).sample(1, 1.0)  # torch imports parts of itself on the first tapped pass
     row, F, v, reached = ours(width, D)
     failed: dict[str, str] = {}
-    record = {"kind": "fisher", "width": width, "D": D, "parameters": len(v), "damping": DAMPING, "ours": row, "peers": {}, "failed": failed}
+    record = {"kind": "fisher", "width": width, "D": D, "parameters": len(v), "damping": DAMPING, "ours": row, "failed": failed}
+    others: dict[str, Any] = {}
     if peers:
         say("curvlinops and conjugate gradients")
         for name, measure in (
@@ -103,11 +105,11 @@ def unit(width: int, D: int, peers: bool = True, say: Say = lambda _: None) -> d
             ("laplace-torch", lambda: by_laplace_torch(width, D)),
         ):
             try:
-                record["peers"][name] = measure()  # type: ignore[index]
+                others[name] = measure()
             except Exception as error:  # a peer may fail in any way: the table says how
-                failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                failed[name] = reason(error)
     row["bytes"] = memory_elsewhere(width, D)
-    return record
+    return {**record, "peers": others}
 
 
 def memory(width: int, D: int) -> int:
@@ -153,13 +155,13 @@ def laplace_unit(width: int, D: int, structure: str) -> dict[str, Any]:
     fit(*problem(4, 8)[:3], labels="full", prior_precision=PRIOR)
     fitted, posterior = seconds(lambda: fit(model, x, y, labels="full", prior_precision=PRIOR))
     drawn, _ = seconds(lambda: posterior.sample(1))
-    record = {"kind": "laplace", "structure": structure, "width": width, "D": D, "parameters": len(v), "peers": {}, "failed": {}}
-    record["ours"] = {"fit": fitted, "sample": drawn}
+    peers, failed = dict[str, Any](), dict[str, str]()
     try:
-        record["peers"]["laplace-torch"] = laplace_torch(width, D, structure)  # type: ignore[index]
+        peers["laplace-torch"] = laplace_torch(width, D, structure)
     except Exception as error:  # a peer may fail in any way: the table says how
-        record["failed"]["laplace-torch"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]  # type: ignore[index]
-    return record
+        failed["laplace-torch"] = reason(error)
+    size = {"width": width, "D": D, "parameters": len(v)}
+    return {"kind": "laplace", "structure": structure, **size, "ours": {"fit": fitted, "sample": drawn}, "peers": peers, "failed": failed}
 
 
 if __name__ == "__main__":

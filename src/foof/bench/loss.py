@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foof.bench.cases import Batch, Case, fully_connected
 from foof.bench.machine import synchronise
-from foof.bench.methods import BASELINE, METHODS, Method, Training
+from foof.bench.methods import BASELINE, METHODS, Method, Training, reason
 from foof.study.train.models import mlp
 
 SEED, SEARCH_SEED, SEARCH_STEPS = 0, 100, 150
@@ -127,7 +127,7 @@ def race(task: Task, lrs: Mapping[str, float], seed: int = SEED, floor: float = 
         try:
             what()
         except Exception as problem:  # a peer may fail in any way: the table says how
-            failed[name] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
+            failed[name] = reason(problem)
         return name not in failed
 
     def start(name: str) -> None:
@@ -165,9 +165,10 @@ def unit(task: Task, lrs: Mapping[str, float], seed: int = SEED, floor: float = 
     methods = {}
     for name, run in runs.items():
         reached = (sgd.seconds, sgd.steps) if run is sgd else run.reaches(goal)
+        seconds, steps = reached or (None, None)
         methods[name] = {
-            "lr": lrs[name], "reached": reached and reached[0], "steps_to": reached and reached[1], "of_sgd": reached and reached[0] / sgd.seconds,
-            "seconds": run.seconds, "steps": run.steps, "last": run.curve[-1][2] if run.curve else None, "curve": run.curve,
+            "lr": lrs[name], "reached": seconds, "steps_to": steps, "of_sgd": seconds and seconds / sgd.seconds, "seconds": run.seconds,
+            "steps": run.steps, "last": run.curve[-1][2] if run.curve else None, "curve": run.curve,
         }  # fmt: skip
     return {"kind": "loss", "title": task.title, "goal": goal, "seed": seed, "methods": methods, "failed": failed}
 
@@ -194,6 +195,5 @@ def search(task: Task, name: str, steps: int = SEARCH_STEPS, seed: int = SEARCH_
         attempt(lr)
     if best() != middle:
         attempt(best() ** 2 / middle)
-    return {
-        "kind": "search", "method": name, "title": task.title, "steps": steps, "seed": seed, "tried": sorted(losses.items()), "best": best(),
-    }  # fmt: skip
+    tried = sorted(losses.items())
+    return {"kind": "search", "method": name, "title": task.title, "steps": steps, "seed": seed, "tried": tried, "best": best()}

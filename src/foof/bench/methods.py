@@ -149,8 +149,10 @@ class CurvlinopsKFAC(torch.optim.SGD):
     def _invert(self) -> Any:
         from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 
-        K = KFACLinearOperator(self.model, self.case.loss, self.covered, list(self.batches), check_deterministic=False,
-                               fisher_type=self.fisher, separate_weight_and_bias=False, num_per_example_loss_terms=self.case.rows)  # fmt: skip
+        K = KFACLinearOperator(
+            self.model, self.case.loss, self.covered, list(self.batches), check_deterministic=False, fisher_type=self.fisher,
+            separate_weight_and_bias=False, num_per_example_loss_terms=self.case.rows,
+        )  # fmt: skip
         heuristic = self.fisher != "forward-only"  # whose second factor is the identity, and not damped
         return KFACInverseLinearOperator(K, damping=self.damping if heuristic else (self.damping, 0.0), use_heuristic_damping=heuristic)
 
@@ -204,6 +206,11 @@ METHODS: dict[str, Method] = {
         Method("Shampoo", _shampoo),
     )
 }
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def chosen(names: Iterable[str] | None) -> dict[str, Method]:

@@ -26,7 +26,9 @@ def read(path: Path) -> list[Record]:
         except ValueError:
             record = None
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise ValueError(f"{path}, line {number}: a record of `foof bench` in format {FORMAT} was needed; take the line out, or name another file")
+            raise ValueError(
+                f"{path}, line {number}: a record of `foof bench` in format {FORMAT} was needed; take the line out, or name another file"
+            )
         records.append(record)
     return records
 

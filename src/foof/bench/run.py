@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
@@ -52,20 +51,14 @@ def plan(setup: Setup, what: Iterable[str] = ()) -> list[Unit]:
     named = [name for name in wanted if name in CASES]
     kinds = [kind for kind in KINDS if kind in wanted] or (["steps"] if named else list(KINDS))
     cases = [_case(CASES[name], setup) for name in named or (QUICK if setup.quick else CASES)]
-    units = [Unit("machine", lambda store, say: _machine(setup))]
-    if "steps" in kinds:
-        units += [Unit(f"steps/{case.name}", lambda store, say, case=case: _steps(case, setup, store, say)) for case in cases]  # type: ignore[misc]
-    if "loss" in kinds:
-        units += _loss(setup)
-    if "fisher" in kinds:
-        sizes = fisher.QUICK if setup.quick else fisher.SIZES
-        units += [Unit(f"fisher/{w}-{D}", lambda store, say, w=w, D=D: fisher.unit(w, D, (w, D) in fisher.COMPARED, say)) for w, D in sizes]  # type: ignore[misc]
-    if "laplace" in kinds:
-        fits = fisher.LAPLACE[-1:] if setup.quick else fisher.LAPLACE
-        units += [Unit(f"laplace/{s}-{w}", lambda store, say, w=w, D=D, s=s: fisher.laplace_unit(w, D, s)) for w, D, s in fits]  # type: ignore[misc]
-    if "memory" in kinds:
-        units += [Unit(f"memory/{case.name}", lambda store, say, case=case: _memory(case, setup)) for case in cases if case.T > 1]  # type: ignore[misc]
-    return units
+    of_kind = {
+        "steps": [_steps(case, setup) for case in cases],
+        "loss": _loss(setup),
+        "fisher": [_fisher(width, D) for width, D in (fisher.QUICK if setup.quick else fisher.SIZES)],
+        "laplace": [_laplace(*fit) for fit in (fisher.LAPLACE[-1:] if setup.quick else fisher.LAPLACE)],
+        "memory": [_memory(case, setup) for case in cases if case.T > 1],
+    }
+    return [_machine(setup), *(unit for kind, units in of_kind.items() if kind in kinds for unit in units)]
 
 
 def _case(case: Case, setup: Setup) -> Case:
@@ -73,25 +66,43 @@ def _case(case: Case, setup: Setup) -> Case:
     return replace(case, rounds=rounds, device=setup.device)
 
 
-def _machine(setup: Setup) -> Record:
-    return {"kind": "machine", "rates": asdict(roofline.calibrate(torch.device(setup.device)))}
+def _machine(setup: Setup) -> Unit:
+    device = torch.device(setup.device)
+    return Unit("machine", lambda store, say: {"kind": "machine", "rates": asdict(roofline.calibrate(device))})
 
 
-def _steps(case: Case, setup: Setup, store: Store, say: Say) -> Record:
+def _steps(case: Case, setup: Setup) -> Unit:
     """Measured, beside what the rates measured at the beginning of the run predict."""
-    record = steps.unit(case, chosen(setup.methods), say, steps.BUDGET / 4 if setup.quick else steps.BUDGET)
-    known = store.get("machine")
-    machine = cost.Machine(**known["rates"]) if known else roofline.calibrate(torch.device(setup.device))
-    return roofline.beside(record, roofline.predictions(case, machine), machine)
+
+    def measure(store: Store, say: Say) -> Record:
+        record = steps.unit(case, chosen(setup.methods), say, steps.BUDGET / 4 if setup.quick else steps.BUDGET)
+        known = store.get("machine")
+        assert known is not None  # the first unit of every plan
+        machine = cost.Machine(**known["rates"])
+        return roofline.beside(record, roofline.predictions(case, machine), machine)
+
+    return Unit(f"steps/{case.name}", measure)
 
 
-def _memory(case: Case, setup: Setup) -> Record:
+def _fisher(width: int, D: int) -> Unit:
+    return Unit(f"fisher/{width}-{D}", lambda store, say: fisher.unit(width, D, (width, D) in fisher.COMPARED, say))
+
+
+def _laplace(width: int, D: int, structure: str) -> Unit:
+    return Unit(f"laplace/{structure}-{width}", lambda store, say: fisher.laplace_unit(width, D, structure))
+
+
+def _memory(case: Case, setup: Setup) -> Unit:
     """All methods on the paper's network, elsewhere ours."""
     everyone = case.name in QUICK and not setup.quick
     names = [name for name, method in chosen(setup.methods).items() if everyone or method.ours]
-    record = memory.unit(case, names, setup.threads)
-    work = roofline.work_of(case)
-    return {**record, "predicted": {name: cost.memory(work.layers, name, work.sizes) for name in roofline.PREDICTED}}
+
+    def measure(store: Store, say: Say) -> Record:
+        work = roofline.work_of(case)
+        predicted = {name: cost.memory(work.layers, name, work.sizes) for name in roofline.PREDICTED}
+        return {**memory.unit(case, names, setup.threads), "predicted": predicted}
+
+    return Unit(f"memory/{case.name}", measure)
 
 
 def _loss(setup: Setup) -> list[Unit]:
@@ -106,9 +117,10 @@ def _loss(setup: Setup) -> list[Unit]:
         lrs = {**loss.DOCUMENTED, **dict.fromkeys(loss.NO_LR, 0.0), **loss.STUDY, **searched}
         return loss.unit(task(), {name: lrs[name] for name in (BASELINE.name, *names)}, say=say)
 
-    searches = [] if setup.quick else [
-        Unit(f"search/{name}", lambda store, say, name=name: loss.search(task(), name), timed=False) for name in names if name in loss.DOCUMENTED  # type: ignore[misc]
-    ]  # fmt: skip
+    def searching(name: str) -> Unit:
+        return Unit(f"search/{name}", lambda store, say: loss.search(task(), name), timed=False)
+
+    searches = [] if setup.quick else [searching(name) for name in names if name in loss.DOCUMENTED]
     return [*searches, Unit("loss", race)]
 
 
@@ -121,4 +133,3 @@ def run(units: Sequence[Unit], store: Store, before: Callable[[Unit], Say], afte
         after(unit, record, new)
         records.append(record)
     return records
-

@@ -13,7 +13,7 @@ import torch
 
 from foof.bench.cases import Batch, Case
 from foof.bench.machine import synchronise
-from foof.bench.methods import BASELINE, Method, Training
+from foof.bench.methods import BASELINE, Method, Training, reason
 
 BESIDE = 20  # steps of SGD before and after a block of another method
 BLOCK = 25  # steps of a method whose steps are all alike
@@ -80,7 +80,7 @@ def measure(case: Case, methods: Mapping[str, Method], say: Say, budget: float) 
             runs[name] = Training(method, case)
             block(runs[name], batches, WARM_UP, budget / 4)
         except Exception as problem:  # a peer may fail in any way: the table says how
-            failed[name] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
+            failed[name] = reason(problem)
             runs.pop(name, None)
     times = {name: Times() for name in runs}
     plain = Times()
