@@ -5,7 +5,6 @@ gradients on the same matrix to the same residual, and laplace-torch where its m
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import foof
-from foof.bench.machine import growth
+from foof.bench.machine import elsewhere, growth
 from foof.bench.methods import reason
 from foof.study.train.models import mlp
 
@@ -108,7 +107,7 @@ def unit(width: int, D: int, peers: bool = True, say: Say = lambda _: None) -> d
                 others[name] = measure()
             except Exception as error:  # a peer may fail in any way: the table says how
                 failed[name] = reason(error)
-    row["bytes"] = memory_elsewhere(width, D)
+    row["bytes"] = int(elsewhere("foof.bench.fisher", width, D, torch.get_num_threads()))  # in a process of its own
     return {**record, "peers": others}
 
 
@@ -123,12 +122,6 @@ def memory(width: int, D: int) -> int:
         F.sample(1, DAMPING * D)
 
     return growth(use, torch.device("cpu"))
-
-
-def memory_elsewhere(width: int, D: int) -> int:
-    """The same in a process of its own."""
-    command = [sys.executable, "-m", "foof.bench.fisher", str(width), str(D), str(torch.get_num_threads())]
-    return int(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]))
 
 
 # --- Laplace fits ---------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 
 from foof.bench.cases import CASES, Case, fully_connected
-from foof.bench.machine import growth
+from foof.bench.machine import elsewhere, growth
 from foof.bench.methods import BASELINE, METHODS, Training
 
 STEPS = 3  # with T = 2, S = 1: gathered, inverted and used
@@ -32,21 +30,16 @@ def peak(case: Case, name: str) -> int:
     return growth(lambda: train(case), torch.device(case.device))
 
 
-def elsewhere(case: Case, name: str, threads: int) -> int:
-    """The same in a process of its own, where what is freed is given back at once; an error says what it said."""
-    command = [sys.executable, "-m", "foof.bench.memory", case.name, name, case.device, str(threads)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
-    if ran.returncode:
-        raise RuntimeError((ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1])
-    return int(json.loads(ran.stdout.splitlines()[-1]))
-
-
 def unit(case: Case, names: Iterable[str], threads: int) -> dict[str, Any]:
     """One case as a record: bytes beside SGD with momentum."""
-    plain, found, failed = elsewhere(case, BASELINE.name, threads), {}, {}
+
+    def peak_of(name: str) -> int:
+        return int(elsewhere("foof.bench.memory", case.name, name, case.device, threads))
+
+    plain, found, failed = peak_of(BASELINE.name), dict[str, int](), dict[str, str]()
     for name in names:
         try:
-            found[name] = elsewhere(case, name, threads) - plain
+            found[name] = peak_of(name) - plain
         except RuntimeError as problem:
             failed[name] = str(problem)[:300]
     return {"kind": "memory", "case": case.name, "title": case.title, "sgd": plain, "beside": found, "failed": failed}

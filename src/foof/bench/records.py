@@ -43,7 +43,7 @@ class Store:
     """The records of one run. A unit that is there for this machine, these versions and this setup is not measured again."""
 
     def __init__(self, path: Path, setup: Record, fresh: bool = False) -> None:
-        self.path, self.setup = path, {"format": FORMAT, "setup": setup, **environment()}
+        self.path, self.setup = path, _plain({"format": FORMAT, "setup": setup, **environment()})
         read(path)  # or an error, before anything is measured
         self.fresh = set[str]() if fresh else None  # units of this very run, if earlier ones do not count
 

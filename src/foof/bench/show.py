@@ -82,7 +82,8 @@ def fisher(records: Iterable[Record]) -> Table:
             note = ""
             if "residual" in row:
                 first, further = row["solve"] / (mine["build"] + mine["first"]), row["solve"] / mine["solve"]
-                note = f"residual {row['residual']:.1e}, {row['products']} products; {first:.1f} × our build and solve, {further:.0f} × a next one"
+                ratios = f"{first:.1f} × our build and solve, {further:.0f} × a next one"
+                note = f"residual {row['residual']:.1e}, {row['products']} products; {ratios}"
             rows.append([name, *size, *(f"{row[k]:.3g}" if k in row else "–" for k in keys), "–", note])
         rows += [[name, *size, *["–"] * 6, why] for name, why in r["failed"].items()]
     return ["library", "parameters", "D", "build", "F @ v", "first solve", "solve", "sample", "MiB", "note"], rows
