@@ -21,7 +21,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "foof", damping: float | str = 1.0, relative: bool = False,
-                 ema: float = 0.95, T: int = 100, S: int | None = None, exclude: Iterable[str] = (),
+                 ema: float = 0.95, T: int = 100, S: int | None = None, spread: bool = False, exclude: Iterable[str] = (),
                  process_group: Any = None, **options: Any) -> AnyOptimizer:  # fmt: skip
     """Let ``optimizer`` see neuron gradients ``Eᵀ A (Σ + λI)⁻¹`` in place of the gradients of ``model``'s covered layers.
 
@@ -43,7 +43,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strength = Damping(damping, relative)
     make = METHODS[method](strength, ema, **options)
-    engine = Engine(model, make, Schedule.of(T, S), ema, exclude=exclude, owned=owned, process_group=process_group)
+    engine = Engine(model, make, Schedule.of(T, S, spread=spread), ema, exclude=exclude, owned=owned, process_group=process_group)
     if method != "foof":
         check_unsharded(engine)
     for block in engine.blocks:
