@@ -161,6 +161,22 @@ def test_lists_of_tensors_at_once():
     assert torch.equal(torch.stack(norms), torch.tensor([8.0, 27.0]).sqrt()), "torch._foreach_norm has changed"
 
 
+def test_operations_are_seen():
+    class Names(_torch.DispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append((str(func.overloadpacket), func.is_view))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, 3)
+    with Names() as names:
+        x.mT @ x
+    assert names.seen == [("aten.transpose", True), ("aten.mm", False)], "torch.utils._python_dispatch.TorchDispatchMode has changed"
+
+
 def test_kinds_of_layers_with_passes_of_their_own():
     assert isinstance(nn.Dropout2d(), _torch.Dropout)
     assert isinstance(nn.BatchNorm3d(1), _torch.BatchNorm)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from foof.bench import show
+from foof.bench.records import Record, read
 from foof.study.paper.experiments import Outcome, committed, experiments_of
 from foof.study.paper.verdicts import spread
 from foof.study.search.presets import PRESETS, Preset
@@ -160,6 +162,47 @@ def defaults_table(which: str) -> Callable[[], str]:
     return lambda: defaults_module().tables()[which]
 
 
+def speed(kind: str) -> list[Record]:
+    """The records of `foof bench` of one kind; all for "all"."""
+    return [r for r in read(BENCHMARKS / "speed.jsonl") if kind in ("all", r["kind"])]
+
+
+def speed_steps() -> str:
+    """One table for each case, and who measured."""
+    found = speed("steps")
+    tables = [f"**{r['title']}**, {r['parameters']:,} parameters\n\n{show.markdown(show.steps(r))}" for r in found]
+    return "\n\n".join([*tables, show.about(found)]) if found else ""
+
+
+def speed_plots() -> str:
+    found = speed("all")
+    pictures = [show.cost_against(found, "width"), show.cost_against(found, "batch")]
+    return "\n\n".join(f"<div>{picture}</div>" for picture in pictures if picture)
+
+
+def speed_memory() -> str:
+    return "\n\n".join(f"**{r['title']}**\n\n{show.markdown(show.memory(r))}" for r in speed("memory"))
+
+
+def speed_loss() -> str:
+    return "\n\n".join(f"**{r['title']}**\n\n{show.markdown(show.loss(r))}" for r in speed("loss"))
+
+
+def speed_fisher() -> str:
+    found = speed("fisher")
+    picture = show.fisher_against_D(found)
+    return show.markdown(show.fisher(found)) + (f"\n\n<div>{picture}</div>" if picture else "") if found else ""
+
+
+def speed_laplace() -> str:
+    return show.markdown(show.laplace(found)) if (found := speed("laplace")) else ""
+
+
+def speed_checks() -> str:
+    rows = [[check.asked, check.measured, "holds" if check.holds else "**does not hold**"] for check in show.checks(speed("all"))]
+    return table(["asked for", "measured", ""], rows) if rows else ""
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "bf16_loss": bf16_loss,
     "char_gpt": char_gpt,
@@ -171,6 +214,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "guidance_schedule": guidance_schedule,
     "kfac_damping": kfac_damping,
     "lm": lm,
+    "speed_checks": speed_checks,
+    "speed_fisher": speed_fisher,
+    "speed_laplace": speed_laplace,
+    "speed_loss": speed_loss,
+    "speed_memory": speed_memory,
+    "speed_plots": speed_plots,
+    "speed_steps": speed_steps,
     "study": study,
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foof import notices
+from foof import cost, notices
 from foof.covering import by_matrix, covered_layers
 from foof.layers import Layer
 from foof.passes import call_model
@@ -39,6 +39,7 @@ class Explanation:
     S: int
     measured: bool
     note: str = ""  # on the steps of an optimizer
+    ratio: float | None = None  # of the time of a step to that of SGD with momentum, as predicted
 
     @property
     def covered(self) -> list[str]:
@@ -61,6 +62,7 @@ class Explanation:
         summary = (
             f"{len(self.covered)} of {len(self.rows)} trainable parameters covered; FOOF adds {_si(flops, 'flop')} per step at "
             f"T={self.T}, S={self.S}{bound} and keeps {_si(memory, 'B')} of statistics."
+            + (f" Predicted: {self.ratio:.2f} times the time of a step of SGD with momentum." if self.ratio else "")
         )
         return "\n".join([*table, "", summary, *([self.note] if self.note else [])])
 
@@ -110,7 +112,15 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
         parameter = model.get_parameter(name)
         rows[name] = Row(name, tuple(parameter.shape), "", reason, group=group_of.get(id(parameter), ""))
     ordered = [rows[name] for name, p in model.named_parameters() if name in rows]
-    return Explanation(tuple(ordered), T, S, inputs is not None, note)
+    ratio = None if inputs is None else _ratio(model, layers, inputs, T, S)
+    return Explanation(tuple(ordered), T, S, inputs is not None, note, ratio)
+
+
+def _ratio(model: nn.Module, layers: list[Layer], inputs: Any, T: int, S: int) -> float | None:
+    """As predicted for a processor; nothing is predicted for accelerators, nor for shards."""
+    if any(p.device.type != "cpu" or type(p) is not nn.Parameter for p in model.parameters()):
+        return None
+    return cost.ratio(cost.work_of(model, layers, inputs), cost.Machine().threads(torch.get_num_threads()), "FOOF", T, S)
 
 
 def _kind(layer: Layer) -> str:
