@@ -123,13 +123,16 @@ def _loss(record: Record) -> float:
     return math.inf if record["validation"] is None else record["validation"]
 
 
+WARM_UP = 33  # steps, after which an optimizer of the library with T = 32 is in its regular round
+
+
 def step_times(names: list[str], size: str, rounds: int) -> dict[str, float]:
-    """Mean CPU seconds per step over `rounds` steps of each, interleaved, at the middle learning rate; 16 steps to warm up."""
+    """Mean CPU seconds per step over `rounds` steps of each (multiples of 32), interleaved, at the middle learning rate."""
     text, _ = splits()
-    runs = {name: Training(name, size, METHODS[name].lrs[1], 16 + rounds, 0, text) for name in names}
-    for step in range(16 + rounds):
+    runs = {name: Training(name, size, METHODS[name].lrs[1], WARM_UP + rounds, 0, text) for name in names}
+    for step in range(WARM_UP + rounds):
         for training in runs.values():
-            training.seconds *= step != 16
+            training.seconds *= step != WARM_UP
             training.step()
     return {name: training.seconds / rounds for name, training in runs.items()}
 
@@ -142,6 +145,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--selection-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
+    parser.add_argument("--lr", type=float, help="in place of one that is selected: for ablations, that of the method they are of")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.command == "table":
@@ -150,7 +154,7 @@ def main() -> None:
         for name, seconds in step_times(options.names, options.size, options.steps).items():
             print(f"{seconds:.4f} s  {name}")
     else:
-        best = {name: selected(name, options.size, options.selection_steps) for name in options.names}
+        best = {name: options.lr or selected(name, options.size, options.selection_steps) for name in options.names}
         for seed in options.seeds if options.command == "run" else ():  # seeds outside: all methods have run as many at any time
             for name, lr in best.items():
                 recorded(name, options.size, lr, options.steps, seed)

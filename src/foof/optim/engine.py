@@ -106,7 +106,7 @@ class Engine:
         inverse = block.inverse or ledger.inverse
         if inverse is None or ledger.plain or self.estimator.leaves_plain(block):
             gradient = visit.plain_gradient(e.dtype)
-            ledger.leave_plain(gradient, watch=not self._sharded)
+            ledger.leave_plain(gradient, watch=self.estimator.watches and not self._sharded)
         else:
             gradient = inverse.gradient(layer, x, e, visit.plain_gradient)
         if self._bypass is not None and not (self._sharded or self.estimator.plain or block.shares_weight):

@@ -48,6 +48,7 @@ class Estimator:
     former_names: tuple[str, ...] = ()  # in checkpoints of earlier versions
     moments: tuple[str, ...] = ()
     plain = False  # are gradients left as they are in the backward pass, and preconditioned when the step is taken?
+    watches = True  # are plain gradients watched for masks that are laid over them before the step?
 
     def leaves_plain(self, block: Block) -> bool:
         """Not where a weight is tied to one of another layout: the sum of their gradients could not be told apart later."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from foof import distributed
+from foof._torch import foreach_mul_
 from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block
 from foof.optim.checks import Fallback
 from foof.optim.engine import Engine, unwrapped
 from foof.optim.estimators import InputMoments
-from foof.optim.rules import MUON_SCALES, POWERS, descend, momentum_of, orthogonal_update, relative_inverse
+from foof.optim.rules import MUON_SCALES, POWERS, momentum_of, muon_scale, orthogonalised, relative_inverse
 from foof.optim.split import split
 from foof.optim.step import Ledger
 from foof.statistics import Schedule
@@ -43,7 +44,7 @@ class InputsForMomentum(InputMoments):
     """Σ as FOOF's, as a mean over rows; gradients stay plain, since the rule applies the inverse to their momentum."""
 
     name = "muon"
-    plain = True
+    plain, watches = True, False
 
     def __init__(self, power: float) -> None:
         super().__init__(mean_over_rows=True)
@@ -101,20 +102,25 @@ class Muon(NeuronOptimizer):
     def _update(self, group: dict[str, Any]) -> None:
         sign = -1.0 if self.maximize else 1.0
         lr, decay = sign * group["lr"], sign * group["weight_decay"]  # decay shrinks the weights either way
-        for block in self.preconditioner.blocks:
-            if block.options is group and block.weight.grad is not None:
-                update = self._direction(block, block.weight.grad, group["momentum"])
-                descend([block.weight], [update], [], lr, 0.0, decay)
+        blocks = [block for block in self.preconditioner.blocks if block.options is group and block.weight.grad is not None]
+        if not blocks:
+            return
+        if decay:
+            foreach_mul_([block.weight for block in blocks], 1 - lr * decay)
+        with torch.autocast(blocks[0].weight.device.type, enabled=False):
+            for block in blocks:
+                M = momentum_of(self._momentum(block.weight), block.weight.grad, group["momentum"], self.nesterov)
+                self._descend(block, distributed.full(M), lr)
 
-    def _direction(self, block: Block, gradient: Tensor, momentum: float) -> Tensor:
-        """``scale · orth(M P)`` in the shape of the weight, and sharded as it is."""
-        M = momentum_of(self._momentum(block.weight), gradient, momentum, self.nesterov)
-        inverse = None if block.inverse is None else block.inverse.P
-        with torch.autocast(gradient.device.type, enabled=False):
-            matrix = orthogonal_update(block.layer.join(distributed.full(M), None), inverse, self.orthogonalisation, self.scale)
-        update = torch.empty_like(gradient)
-        distributed.write(update, block.layer.split(matrix)[0])
-        return update
+    def _descend(self, block: Block, M: Tensor, lr: float) -> None:
+        """``W ← W − lr · scale · orth(M P)``, the momentum M whole and in the shape of the weight."""
+        weight, inverse = block.weight, None if block.inverse is None else block.inverse.P
+        orthogonal = orthogonalised(block.layer.join(M, None), inverse, self.orthogonalisation)
+        update = block.layer.split(orthogonal)[0]
+        if distributed.is_sharded(weight):
+            whole, update = update, torch.empty_like(weight)
+            distributed.write(update, whole)
+        weight.add_(update, alpha=-lr * muon_scale(*orthogonal.shape[-2:], self.scale))
 
 
 def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Schedule, ema: float, exclude: Iterable[str],

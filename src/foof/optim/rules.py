@@ -93,11 +93,9 @@ def momentum_of(buffer: Tensor, gradient: Tensor, momentum: float = 0.95, nester
     return gradient.lerp(buffer, momentum) if nesterov else buffer
 
 
-def orthogonal_update(M: Tensor, inverse: Tensor | None = None, steps: int = 5, scale: str = "original") -> Tensor:
-    """``scale · orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
-    if inverse is not None:
-        M = M.to(inverse.dtype) @ inverse
-    return newton_schulz(M, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
+def orthogonalised(M: Tensor, inverse: Tensor | None = None, steps: int = 5) -> Tensor:
+    """``orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
+    return newton_schulz(M if inverse is None else M.to(inverse.dtype) @ inverse, steps)
 
 
 def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None, momentum: float = 0.95, nesterov: bool = True,
@@ -111,7 +109,8 @@ def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None,
     P stands between momentum and orthogonalisation: P is refreshed while B remembers, and B of neuron gradients would mix
     gradients seen through one P with those seen through another.
     """
-    return orthogonal_update(momentum_of(buffer, gradient, momentum, nesterov), inverse, steps, scale)
+    M = momentum_of(buffer, gradient, momentum, nesterov)
+    return orthogonalised(M, inverse, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
 
 
 # --- Adam in the eigenbasis ------------------------------------------------------------------------------------------------------
