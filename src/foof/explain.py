@@ -117,7 +117,7 @@ def _rows_seen(model: nn.Module, layers: list[Layer], inputs: Any) -> dict[int, 
     seen: dict[int, int] = {}
 
     def see(layer: Layer, x: Tensor) -> None:
-        rows = x.numel() if layer.diagonal else layer.input_rows(x).flatten(-3, -2).shape[-2]
+        rows = x.numel() if layer.diagonal else layer.input_matrix(x).shape[-2]
         seen[id(layer)] = seen.get(id(layer), 0) + rows
 
     modes = {module: module.training for module in model.modules()}

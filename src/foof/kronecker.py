@@ -61,8 +61,7 @@ class InputInverse:
         if not layer.diagonal:
             x = x.to(e.dtype)
             if layer.rows(e) < layer.n:
-                A, E = layer.input_rows(x).flatten(-3, -2), layer.error_rows(e).flatten(-3, -2)
-                return E.mT @ self.apply(A)
+                return layer.error_matrix(e).mT @ self.apply(layer.input_matrix(x))
         return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
 
     def state_dict(self) -> dict[str, str | Tensor]:
@@ -140,13 +139,13 @@ class TwoSided(ABC):
             x = x.to(e.dtype)
         if not (errors_first or inputs_first):
             return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
-        E = layer.error_rows(e).flatten(-3, -2)
+        E = layer.error_matrix(e)
         if errors_first:
             E = self.left(E)
         if layer.diagonal:
             G = layer.weight_gradient(x, E)
         else:
-            A = layer.input_rows(x).flatten(-3, -2)
+            A = layer.input_matrix(x)
             G = E.mT @ (self.right(A) if inputs_first else A)
         if not errors_first:
             G = self.left(G.mT).mT

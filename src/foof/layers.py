@@ -72,6 +72,14 @@ class Layer(ABC):
     def error_rows(self, e: Tensor) -> Tensor:
         """The gradient of the module's output as rows: ``(N, R, n)``, or ``(G, N, R, n)``."""
 
+    def input_matrix(self, x: Tensor) -> Tensor:
+        """``A``: all rows of the inputs, ``(N·R, m)``, or ``(G, N·R, m)``."""
+        return self.input_rows(x).flatten(-3, -2)
+
+    def error_matrix(self, e: Tensor) -> Tensor:
+        """``E``: all rows of the errors, ``(N·R, n)``, or ``(G, N·R, n)``."""
+        return self.error_rows(e).flatten(-3, -2)
+
     def rows(self, e: Tensor) -> int:
         """How many rows ``N·R`` an error tensor of this layer holds."""
         return e.numel() // (self.n * self.groups)
@@ -86,8 +94,7 @@ class Layer(ABC):
 
     def weight_gradient(self, x: Tensor, e: Tensor) -> Tensor:
         """``Eᵀ A``, the plain gradient of ``[W, bias]`` as a matrix ``(n, m)`` or ``(G, n, m)``."""
-        A, E = self.input_rows(x).flatten(-3, -2), self.error_rows(e).flatten(-3, -2)
-        return E.mT @ A
+        return self.error_matrix(e).mT @ self.input_matrix(x)
 
     def gradients(self, x: Tensor, e: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """``dL/dx`` and ``Eᵀ A``, for a layer that can compute both at once."""
@@ -95,7 +102,7 @@ class Layer(ABC):
 
     def bias_gradient(self, e: Tensor) -> Tensor:
         """The plain gradient of the bias: the errors summed over all rows, ``(G·n,)``."""
-        return self.error_rows(e).flatten(-3, -2).sum(-2).flatten()
+        return self.error_matrix(e).sum(-2).flatten()
 
     def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Weight and bias (or their gradients) as the matrix ``(n, m)`` or ``(G, n, m)``."""
@@ -132,6 +139,12 @@ class Linear(Layer):
 
     def error_rows(self, e: Tensor) -> Tensor:
         return _datapoints_and_rows(e)
+
+    def input_matrix(self, x: Tensor) -> Tensor:
+        return self._append_one(x.reshape(-1, x.shape[-1]))
+
+    def error_matrix(self, e: Tensor) -> Tensor:
+        return e.reshape(-1, self.n)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -50,7 +50,7 @@ class Subset:
 def second_moment(layer: Conv, x: Tensor, subset: Subset | None = None) -> Tensor:
     """``Σ_rows a aᵀ`` of a convolution's input ``x``: ``(m, m)``, or ``(G, m, m)``; in float32 or wider.
 
-    Equal to ``rows.mT @ rows`` for ``rows = layer.input_rows(x).flatten(-3, -2)``, by patches or without, whichever is cheaper.
+    Equal to ``rows.mT @ rows`` for ``rows = layer.input_matrix(x)``, by patches or without, whichever is cheaper.
     Of a subset of the rows it is an estimate: scaled by how many there are over how many were looked at.
     """
     subset = subset or Subset()

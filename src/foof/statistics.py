@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,7 +31,8 @@ def exact(method: Method) -> Method:
 
     @functools.wraps(method)
     def exactly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device.type, enabled=False):
+        device = self.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             return method(self, *args, **kwargs)
 
     return exactly  # type: ignore[return-value]

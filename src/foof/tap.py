@@ -79,10 +79,10 @@ def differentiable_once(why: str) -> Callable[[Backward], Backward]:
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+            if not torch.is_grad_enabled():  # no create_graph
+                return backward(ctx, *grads)
             with torch.no_grad():
                 answers = backward(ctx, *grads)
-            if not torch.is_grad_enabled():  # no create_graph
-                return answers
             sources = [t for t in (*ctx.saved_tensors, *grads) if isinstance(t, Tensor) and t.requires_grad]
             given = [a for a in answers if a is not None]
             refusing = iter(_Refused.apply(why, len(given), *given, *(sources or [torch.zeros((), requires_grad=True)])) if given else ())

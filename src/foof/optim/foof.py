@@ -90,7 +90,7 @@ class FOOF(NeuronOptimizer):
 
     def _update(self, group: dict[str, Any]) -> None:
         if group is self.param_groups[0]:
-            self._look(self.preconditioner.schedule.gathers())
+            self._look(self.preconditioner.schedule.inverts())
         params = [p for p in group["params"] if p.grad is not None]
         if group["max_change"] is None or not params:
             super()._update(group)
@@ -106,15 +106,18 @@ class FOOF(NeuronOptimizer):
             sign * group["lr"], group["momentum"], sign * group["weight_decay"],
         )  # fmt: skip
 
-    def _look(self, gathers: bool) -> None:
-        """At the beginning of a step: how far each block would move its outputs, and what to multiply its updates by."""
+    def _look(self, at_all: bool) -> None:
+        """At the beginning of a step: how far each block would move its outputs, and what to multiply its updates by.
+
+        ``at_all``: whether gradients are still finite, even where nothing is bounded.
+        """
         blocks = [block for block in self.preconditioner.blocks if block.weight.grad is not None]
         bounded = [block for block in blocks if block.options["max_change"] is not None]
         self._factor_of = dict[Tensor, Tensor]()
-        if not (bounded or (gathers and blocks)):
+        if not (bounded or (at_all and blocks)):
             return
         norms = torch.stack([self._norm(block) for block in blocks])
-        if gathers or norms.device.type == "cpu":  # a look at the device costs nothing, or is taken anyway
+        if at_all or norms.device.type == "cpu":  # a look at the device costs nothing, or is taken now and then
             self._warn_of_infinity(blocks, norms)
         last = {block.weight: (block, norm) for block, norm in zip(blocks, norms.unbind(), strict=True)}  # of a weight read in two ways
         factors = {weight: self._factor(block, self._change(block, norm)) for weight, (block, norm) in last.items() if block in bounded}
