@@ -99,7 +99,8 @@ def shampoo(model: nn.Module, lr: float, size: Size) -> Optimizers:
     from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
 
     return [ScalableShampoo(model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=DECAY, decoupled_weight_decay=True,
-                            moving_average_for_momentum=True, preconditioning_compute_steps=20, graft_type=LayerWiseGrafting.RMSPROP)]  # fmt: skip
+                            preconditioning_compute_steps=20, moving_average_for_momentum=True,
+                            graft_type=LayerWiseGrafting.RMSPROP)]  # fmt: skip
 
 
 METHODS: dict[str, Method] = {

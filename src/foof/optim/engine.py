@@ -124,6 +124,15 @@ class Engine:
         finally:
             self._recording = before
 
+    @contextmanager
+    def masking(self, rows: Tensor) -> Iterator[None]:
+        """Forward passes within the context have rows ``(N, R)`` that count and rows that do not; see ``NeuronOptimizer.mask``."""
+        before, self.mask = self.mask, rows.detach().bool()
+        try:
+            yield
+        finally:
+            self.mask = before
+
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Outputs (and labels) that estimate the Fisher. FOOF has no use for them."""
         self.estimator.update_curvature(self, self.schedule.gathers(), out, y)

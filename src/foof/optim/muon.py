@@ -109,7 +109,8 @@ class Muon(NeuronOptimizer):
             foreach_mul_([block.weight for block in blocks], 1 - lr * decay)
         with torch.autocast(blocks[0].weight.device.type, enabled=False):
             for block in blocks:
-                M = momentum_of(self._momentum(block.weight), block.weight.grad, group["momentum"], self.nesterov)
+                gradient: Tensor = block.weight.grad  # type: ignore[assignment]
+                M = momentum_of(self._momentum(block.weight), gradient, group["momentum"], self.nesterov)
                 self._descend(block, distributed.full(M), lr)
 
     def _descend(self, block: Block, M: Tensor, lr: float) -> None:
@@ -120,7 +121,7 @@ class Muon(NeuronOptimizer):
         if distributed.is_sharded(weight):
             whole, update = update, torch.empty_like(weight)
             distributed.write(update, whole)
-        weight.add_(update, alpha=-lr * muon_scale(*orthogonal.shape[-2:], self.scale))
+        weight.add_(update, alpha=-lr * muon_scale(orthogonal.shape[-2], orthogonal.shape[-1], self.scale))
 
 
 def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Schedule, ema: float, exclude: Iterable[str],

@@ -47,8 +47,22 @@ def relative_inverse(Sigma: Tensor, ridge: float, power: float = -1.0, name: str
     scaled = Sigma / torch.where(mean == 0, torch.ones_like(mean), mean)[..., None, None]
     if power == -1.0:
         return damped_inverse(scaled, ridge, name)
-    s, U = eigh(scaled)
+    return damped_power(scaled, ridge, power)
+
+
+def damped_power(Sigma: Tensor, damping: float | Tensor, power: float) -> Tensor:
+    """``(Σ + λI)^power`` in the eigenbasis. Σ ``(..., m, m)``, λ a number or ``(...)``."""
+    s, U = eigh(Sigma)
+    ridge = damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping
     return (U * (s + ridge).pow(power).unsqueeze(-2)) @ U.mT
+
+
+def blended(G: Tensor, N: Tensor, beta: float, graft: bool) -> Tensor:
+    """``(1 − β) G + β N`` of a gradient and its neuron gradient; grafted with ``N ‖G‖/‖N‖`` in place of N. Where N = 0 it stays 0."""
+    if graft:
+        size = N.norm()
+        N = N * torch.where(size == 0, size, G.norm() / size)
+    return G.lerp(N, beta)
 
 
 # --- Muon ------------------------------------------------------------------------------------------------------------------------
