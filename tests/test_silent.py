@@ -350,6 +350,20 @@ def test_a_scheduler_with_one_rate_for_all_is_refused(name):
             scheduler.step()
 
 
+def test_a_graph_from_before_remove_gives_plain_gradients():
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(6, 4).double(), torch.randn(6, 3).double()
+    opt = foof.FOOF(model, lr=0.1, damping=1.0)
+    nn.functional.mse_loss(model(x), y).backward()
+    opt.step()
+    opt.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    opt.remove()
+    loss.backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    for got, expected in zip(found, torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters())), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_a_removed_optimizer_neither_steps_nor_saves():
     model = net()
     opt = foof.FOOF(model)

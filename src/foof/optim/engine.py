@@ -92,6 +92,8 @@ class Engine:
         """The neuron gradient of one call of one layer; see ``foof.tap.Receiver``."""
         if self._recording is not None:
             return self._recording.receive(visit)
+        if not self.taps:  # removed since the forward pass
+            return visit.plain_gradient(visit.e.dtype)
         block = self._block_of[id(visit.layer)]
         block.follow_weight()
         ledger = self.step.ledger(block, visit.pass_id, visit.lands)
