@@ -81,7 +81,7 @@ class FOOF(NeuronOptimizer):
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
         exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks)
-        engine = Engine(model, lambda _: estimator, Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
+        engine = Engine(model, lambda _: estimator, Schedule.of(T, S), ema, exclude=exclude, functional=True, process_group=process_group)
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
         defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,

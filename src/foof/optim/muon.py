@@ -132,7 +132,8 @@ def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Sch
     if not chosen.weights:
         said = "; ".join(f"{name}: {why}" for name, why in list(chosen.why_not.items())[:5])
         raise ValueError(f"the model has no matrix inside it to cover ({said}). If it is all one layer, say that it is no output: head=[].")
-    engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, owned=chosen.weights, process_group=process_group)
+    engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, owned=chosen.weights, functional=True,
+                    process_group=process_group)  # fmt: skip
     engine.rest.update(chosen.why_not)
     return engine
 

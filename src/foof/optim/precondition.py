@@ -61,7 +61,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
     strength = ScheduledDamping(damping, relative, schedule)
     make = METHODS[method](Damping(strength["damping"], relative), ema, **options)
     exclude = (*exclude, *(outside(unwrapped(model), include) if include is not None else ()))
-    engine = Engine(model, make, schedule, ema, exclude=exclude, owned=owned, process_group=process_group)
+    engine = Engine(model, make, schedule, ema, exclude=exclude, owned=owned, functional=method == "foof", process_group=process_group)
     if method != "foof":
         check_unsharded(engine)
     for block in engine.blocks:
