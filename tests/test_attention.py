@@ -240,3 +240,16 @@ def test_copies_and_pickles_carry_no_hook():
     assert not opt.preconditioner.ledgers
     opt.remove()
     assert not model.attention._forward_hooks
+
+
+def test_evaluation_takes_the_fused_kernel_of_attention_as_ever(monkeypatch):
+    """That of a whole encoder layer is given up by torch for any hook on it, and so for foof's on its linear layers."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True), 1, enable_nested_tensor=False).eval()
+    x, calls, fused = torch.randn(4, 6, WIDTH), [], torch._native_multi_head_attention
+    monkeypatch.setattr(torch, "_native_multi_head_attention", lambda *args, **kwargs: (calls.append("fused"), fused(*args, **kwargs))[1])
+    with torch.no_grad():
+        before = encoder(x)
+        opt = foof.Muon(encoder)
+        assert torch.allclose(encoder(x), before, rtol=1e-6, atol=1e-6)
+    assert calls == ["fused"]
+    assert not opt.preconditioner.taps[0].fired
