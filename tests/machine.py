@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -145,6 +146,7 @@ class Method:
     over: str = "own"  # whose update rule: the library's own, or "sgd", "adamw" of torch
     fisher: str = "full"
     by_layer: bool = False
+    spread: bool = False  # over the steps of a round, in parts of one row
 
     @property
     def cases(self) -> list[str]:
@@ -162,7 +164,7 @@ class Method:
         if self.kind == "natural":
             options |= {"fisher": self.fisher, "blocks": "layer" if self.by_layer else "full", "generator": 1}
         else:
-            options |= {"ema": s.ema, "S": s.S}
+            options |= {"ema": s.ema, "S": s.S, "spread": self.spread}
         if self.kind in ("heuristic", "standard"):
             options |= {"fisher": self.fisher, "damping_mode": self.kind, "generator": 1}
         if self.over == "own":
@@ -181,6 +183,10 @@ METHODS = {
     "kfac-standard-mc": Method("standard", fisher="mc"),
     "natural": Method("natural"),
     "natural-layer-mc": Method("natural", fisher="mc", by_layer=True),
+    "foof-spread": Method("foof", spread=True),
+    "muon-spread": Method("muon", spread=True),
+    "kfac-spread": Method("heuristic", spread=True),
+    "kfac-standard-spread": Method("standard", spread=True),
     "foof-sgd": Method("foof", over="sgd"),
     "foof-adamw": Method("foof", over="adamw"),
     "kfac-adamw": Method("heuristic", over="adamw", fisher="empirical"),
@@ -251,6 +257,7 @@ class Matrix:
     averages: dict[str, Average]
     inverse: Callable[[Tensor], Tensor] | None = None
     with_bias: bool = True
+    making: float | None = None  # the damping of an inverse that is being made, while its averages stand still
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -406,13 +413,53 @@ class Twin:
         calls, self._calls = self._calls, None
         return out, [call for call in calls if also_frozen or not call.matrix.frozen]
 
-    def gathers(self) -> bool:
+    def gathers(self, matrix: Matrix | None = None) -> bool:
+        """Spread, every matrix has S steps of its own, before its turn; but an estimate of the Fisher is for all."""
         T, S = self.setting.T, self.setting.S
-        return (self.t + S) % T in range(S) or (self.warming_up and self.t < T)
+        own = matrix is not None and self.method.spread and self.method.from_inputs
+        begins = self.turn(matrix, starting=False)[1] if own else 0
+        return (self.t - begins + S) % T in range(S) or self.starting()
+
+    def starting(self) -> bool:
+        return self.warming_up and self.t < self.setting.T
+
+    def turn(self, matrix: Matrix, starting: bool) -> tuple[int, int, int]:
+        """The step of this round, and on which ones the matrix's turn begins and ends: the cost of the step is to be that of any other."""
+        T, powers = self.setting.T, (0, 1, 2, 4, 8)
+        start = max(p for p in powers if p <= self.t) if starting else self.t - self.t % T
+        length = min(p for p in (*powers, T) if p > start) - start if starting else T
+        longest = max(1, length // 2) if starting else max(1, T // 2, T - self.setting.S + 1)
+        if not starting and not self.method.from_inputs:
+            length = longest  # the last S steps feed all averages
+        costs = [self.cost(other) for other in self.matrices]
+        before = sum(costs[: self.matrices.index(matrix)])
+        first, end = before * length // sum(costs), -(-(before + self.cost(matrix)) * length // sum(costs))
+        alone = isinstance(matrix.modules[0], nn.Embedding) and self.method.from_inputs
+        if alone or self.method.kind == "standard":  # a diagonal, an eigenbasis
+            return self.t - start, first, first
+        return self.t - start, first, max(first, min(end - 1, first + longest - 1))
+
+    def cost(self, matrix: Matrix) -> int:
+        G, n, m = oracle.matrix_shape(matrix.modules[0])
+        m += len(matrix.parameters) - 1  # the bias
+        inputs = m if isinstance(matrix.modules[0], nn.Embedding) else G * m**3
+        return inputs + (G * n**3 if "Sigma_E" in self.moments else 0)
+
+    def take_turns(self) -> None:
+        for matrix in self.matrices:
+            step, first, last = self.turn(matrix, self.starting())
+            if not first <= step <= last or not self.known(matrix):
+                matrix.making = None
+                continue
+            if first == step or matrix.making is None:
+                matrix.making = self.damping
+            if step == last:
+                values = {key: average.value for key, average in matrix.averages.items()}
+                matrix.inverse, matrix.making = self.invert(matrix, values, matrix.making), None
 
     def inverts(self) -> bool:
         T = self.setting.T
-        return self.t % T == 0 or (self.warming_up and self.t < T and self.t in (1, 2, 4, 8, 16))
+        return self.t % T == 0 or (self.starting() and self.t in (1, 2, 4, 8, 16))
 
     def gradients(self, graph: Graph, share: float) -> tuple[dict[Matrix, Tensor], dict[nn.Parameter, Tensor]]:
         """The plain gradient of every matrix in the graph, ``(G, n, m)``, and of every parameter that belongs to none."""
@@ -445,7 +492,7 @@ class Twin:
         return answer
 
     def _observe(self, mine: Pending, matrix: Matrix, graph: Graph) -> None:
-        if self.method.from_inputs and (self.gathers() or matrix.inverse is None):
+        if self.method.from_inputs and (self.gathers(matrix) or matrix.inverse is None):
             mine.add("Sigma", self._inputs(matrix, graph.calls))
         for estimate in graph.estimates:
             if not any(estimate is counted for counted in mine.estimates):
@@ -533,8 +580,8 @@ class Twin:
 
     # --- the step ---------------------------------------------------------------------------------------------------------------
 
-    def invert(self, matrix: Matrix, moments: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-        damping, kind = self.damping, self.method.kind
+    def invert(self, matrix: Matrix, moments: dict[str, Tensor], damping: float | None = None) -> Callable[[Tensor], Tensor]:
+        damping, kind = self.damping if damping is None else damping, self.method.kind
 
         def inverse(G: Tensor) -> Tensor:
             if kind == "foof":
@@ -593,16 +640,20 @@ class Twin:
                     p.grad = g
         self._update()
         if ready:
-            if self.inverts():
+            if self.method.spread:
+                self.take_turns()
+            elif self.inverts():
                 self._refresh()
             for matrix, mine in ready.items():
-                self._fold(matrix, mine)
+                if matrix.making is None:
+                    self._fold(matrix, mine)
             self.t += 1
             self.next_fisher, self.fisher_used = None, False
         self.landed, self.captured = {}, {}
 
     def _refresh(self) -> None:
         for matrix in self.matrices:
+            matrix.making = None
             if self.known(matrix):
                 matrix.inverse = self.invert(matrix, {key: average.value for key, average in matrix.averages.items()})
 
@@ -973,7 +1024,7 @@ def machine_of(method: str, cases: list[str] | None = None) -> type[RuleBasedSta
 
         @initialize(
             case=st.sampled_from(cases or METHODS[method].cases),
-            schedule=st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 2)]),
+            schedule=st.sampled_from([(1, 1), (2, 1), (3, 2), (4, 2), (4, 4)]),
             ema=st.sampled_from([0.5, 0.9, 0.0]),
             momentum=st.sampled_from([0.0, 0.9]),
             weight_decay=st.sampled_from([0.0, 0.1]),
@@ -1127,7 +1178,7 @@ def run(method: str, loops: int, cases: list[str] | None = None, **options: Any)
         max_examples=loops, stateful_step_count=40, deadline=None, database=None, suppress_health_check=quiet,
         **{"derandomize": True, "phases": [Phase.generate, Phase.shrink], **options},
     )  # fmt: skip
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch("foof.sweep.PANEL", 1):
         warnings.simplefilter("ignore")
         run_state_machine_as_test(machine_of(method, cases), settings=chosen)
 

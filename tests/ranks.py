@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import foof
 from cases import mlp
+from foof import sweep
 
 BATCH = 8  # of one rank
 
@@ -46,6 +47,18 @@ class Attention(nn.Module):
 
 
 MODELS = {"mlp": lambda: mlp(5, 9, 7, 3), "conv": conv, "tied": Tied, "attention": Attention}
+
+
+def in_small_parts(make):
+    """Spread inversions of tiny matrices, two rows at a time."""
+
+    def made(model):
+        sweep.PANEL = 2
+        return make(model)
+
+    return made
+
+
 OPTIMIZERS = {
     "foof": lambda m: foof.FOOF(m, lr=0.1, damping=0.5, momentum=0.9, weight_decay=0.01, T=7, S=3),
     "foof T=1": lambda m: foof.FOOF(m, lr=0.1, damping=0.5, T=1),
@@ -57,6 +70,8 @@ OPTIMIZERS = {
     "foof.AdamW": lambda m: foof.AdamW(m, lr=0.01, T=7, S=3),
     "kfac": lambda m: foof.KFAC(m, lr=0.02, damping=0.1, fisher="full", T=7, S=3),
     "kfac standard": lambda m: foof.KFAC(m, lr=0.02, damping=0.1, damping_mode="standard", fisher="empirical", T=4),
+    "foof spread": in_small_parts(lambda m: foof.FOOF(m, lr=0.1, damping=0.5, momentum=0.9, T=9, S=3, spread=True)),
+    "kfac spread": in_small_parts(lambda m: foof.KFAC(m, lr=0.02, damping=0.1, fisher="full", T=9, S=3, spread=True)),
 }
 
 

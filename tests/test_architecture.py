@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[1] / "src" / "foof"
 
 # The rooms, and the files in each. A room of the same name as a folder holds all of it.
 ROOMS = {
-    "ground": "_torch _moved notices vectors linalg distributed",  # torch itself, and tensors in, tensors out
+    "ground": "_torch _moved notices vectors linalg sweep distributed",  # torch itself, and tensors in, tensors out
     "layers": "layers covering patches",
     "statistics": "statistics kronecker",  # second moments, and damped inverses made of them
     "passes": "likelihood tap gradients passes",  # where a and e meet, and who looks on

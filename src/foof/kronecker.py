@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from foof import linalg
 from foof.layers import Layer
 from foof.statistics import wide
+from foof.sweep import Gradual, Sweep
 
 Plain = Callable[[torch.dtype], Tensor]  # the plain gradient ``Eᵀ A`` in a precision
 
@@ -164,6 +165,19 @@ class KroneckerInverse(TwoSided):
         lambda_A, lambda_E = split_damping(Sigma, Sigma_E, damping)
         inputs = InputInverse.make(Sigma, lambda_A, f"{name} (inputs)", uses[0])
         return cls(inputs, InputInverse.make(Sigma_E, lambda_E, f"{name} (errors)", uses[1]), lambda_E)
+
+    @classmethod
+    def begin(cls, Sigma: Tensor, Sigma_E: Tensor, damping: float, name: str) -> Gradual:
+        """The same in parts, both sides held as inverses."""
+        lambda_A, lambda_E = split_damping(Sigma, Sigma_E, damping)
+        errors = Sweep(Sigma_E, lambda_E)
+        if Sigma.dim() == 1:
+            inputs = InputInverse.make(Sigma, lambda_A, name)
+            return Gradual([errors], lambda P_E: cls(inputs, InputInverse("inverse", P_E), lambda_E))
+        return Gradual(
+            [Sweep(Sigma, lambda_A), errors],
+            lambda P, P_E: cls(InputInverse("inverse", P), InputInverse("inverse", P_E), lambda_E),
+        )
 
     def right(self, X: Tensor) -> Tensor:
         return self.inputs.apply(X)

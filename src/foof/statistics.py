@@ -183,12 +183,15 @@ class Schedule:
     folds the step's batch into the averages if ``gathers()``. Without an initialisation before training (``warming_up``), every
     one of the first T steps is gathered and inversions come after steps 0, 1, 2, 4, 8, ... until the period T is reached (after
     step 1 nothing has changed since the very first inverse, so that nothing needs to be done).
+
+    ``spread``: the inversions that come after one step are spread over the steps until the next (a *round*), see `Turn`.
     """
 
     T: int
     S: int
     t: int = 0
     warming_up: bool = True
+    spread: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.T, int) or self.T < 1:
@@ -197,21 +200,60 @@ class Schedule:
             raise ValueError(f"S is how many of every T = {self.T} steps feed the averages: it must be in 1..{self.T}, got {self.S!r}.")
 
     @classmethod
-    def of(cls, T: int, S: int | None, fed: int = 10) -> Schedule:
+    def of(cls, T: int, S: int | None, fed: int = 10, spread: bool = False) -> Schedule:
         """S of every T steps; by default ``fed`` of them, or all where there are fewer."""
-        return cls(T, S if S is not None else min(T, fed) if isinstance(T, int) else 1)
+        return cls(T, S if S is not None else min(T, fed) if isinstance(T, int) else 1, spread=spread)
 
-    def gathers(self) -> bool:
-        """``((t + S) mod T) ∈ {0, ..., S-1}``: the S steps before an inversion."""
-        return (self.t + self.S) % self.T < self.S or (self.warming_up and self.t < self.T)
+    def gathers(self, begins: int = 0) -> bool:
+        """``((t - begins + S) mod T) ∈ {0, ..., S-1}``: the S steps before an inversion, which begins so many steps into its round."""
+        return (self.t - begins + self.S) % self.T < self.S or self.starting()
 
     def inverts(self) -> bool:
         """``(t mod T) = 0``."""
-        return self.t % self.T == 0 or (self.warming_up and self.t < self.T and self.t.bit_count() == 1)
+        return self.t % self.T == 0 or (self.starting() and self.t.bit_count() == 1)
 
     def fresh(self) -> bool:
         """Is this the first step with the inverses at hand?"""
         return self.t == 0 or replace(self, t=self.t - 1).inverts()
 
+    def starting(self) -> bool:
+        """Is this one of the first T steps, without an initialisation before?"""
+        return self.warming_up and self.t < self.T
+
+    def round(self) -> tuple[int, int]:
+        """How many steps of this round of inversions lie behind, and how many it has in all."""
+        if self.starting():
+            first = 1 << (self.t.bit_length() - 1) if self.t else 0
+            return self.t - first, min(2 * first or 1, self.T) - first
+        return self.t % self.T, self.T
+
     def advance(self) -> None:
         self.t += 1
+
+
+@dataclass(frozen=True)
+class Turn:
+    """When in a round one matrix is inverted: after those that take ``before`` of the ``total`` cost of all, in ``parts`` of its own.
+
+    So all steps of a round cost about the same. Averages stand still while they are inverted; so that they are fed nevertheless, that
+    takes no more steps than are left by S, or half of the round where S leaves fewer (and in the first rounds, which are all gathered).
+    """
+
+    before: int
+    cost: int
+    total: int
+    parts: int = 1
+
+    def steps(self, schedule: Schedule, together: bool) -> tuple[int, int]:
+        """On which steps of the round the inversion begins and ends. ``together``: are all averages fed on the same steps of a round, the
+        last S?"""
+        length = schedule.round()[1]
+        longest = max(1, length // 2, 0 if schedule.starting() else schedule.T - schedule.S + 1)
+        if together and not schedule.starting():
+            length = longest
+        first, end = self.before * length // self.total, -(-(self.before + self.cost) * length // self.total)
+        return first, max(first, min(end - 1, first + longest - 1)) if self.parts > 1 else first
+
+    def done(self, step: int, first: int, last: int) -> int:
+        """How many parts are done after a step of the round."""
+        return self.parts * (step - first + 1) // (last - first + 1)

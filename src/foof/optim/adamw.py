@@ -52,6 +52,9 @@ class InputBasis(InputMoments):
         assert Sigma is not None
         return Eigenbasis(eigh(Sigma)[1].contiguous())  # as after a checkpoint: another layout would round differently
 
+    def parts(self, block: Block) -> int:
+        return 1
+
     def inverse_from(self, state: dict[str, Any]) -> Eigenbasis:  # type: ignore[override]
         return Eigenbasis.from_state_dict(state)
 
@@ -93,19 +96,20 @@ class AdamW(NeuronOptimizer):
         model: its linear and convolution layers are covered, except what is tied to an embedding.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         ema, T, S: the basis is refreshed every T steps, and Σ fed on the S steps before.
+        spread: as for ``foof.FOOF``; one layer after the other, but each at once.
         rest: the fallback optimizer; None: ``torch.optim.AdamW`` with the same lr, betas, eps and decay.
         groups, exclude, maximize, process_group: as for ``foof.FOOF``.
     """
 
     def __init__(self, model: nn.Module, lr: float = 3e-3, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
-                 weight_decay: float = 0.01, ema: float = 0.9, T: int = 32, S: int | None = None, rest: Fallback | None = None,
-                 groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
-                 process_group: Any = None) -> None:  # fmt: skip
+                 weight_decay: float = 0.01, ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False,
+                 rest: Fallback | None = None, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
+                 maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be in [0, 1), got {betas}.")
         self.betas, self.eps = betas, eps
         basis = InputBasis()
-        engine = engine_for_matrices(model, basis, Schedule.of(T, S, fed=2), ema, exclude, (), process_group)
+        engine = engine_for_matrices(model, basis, Schedule.of(T, S, 2, spread), ema, exclude, (), process_group)
         defaults = {"lr": lr, "damping": 1.0, "relative": True, "momentum": 0.0, "weight_decay": weight_decay}
         fallback = {"name": "adamw", "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} if rest is None else rest
         super().__init__(engine, defaults, groups, fallback, maximize)

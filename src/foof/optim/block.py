@@ -64,6 +64,7 @@ class Block:
     made_of: tuple[Any, ...] = ()  # what the inverse was made of
     rows: int = 0  # rows of the latest backward pass
     shares_weight: bool = False  # with a block of another layout (tied embedding and head)
+    begins: int = 0  # how many steps into a round its inversion begins, where it is fed on the steps before that
 
     def __post_init__(self) -> None:
         self.layer, self.name = self.layers[0], " = ".join(layer.label for layer in self.layers)
@@ -114,6 +115,11 @@ class Block:
             self._here = here
             if sum(moment.moved(*here) for moment in self.moments.values()) and self.inverse is not None:
                 self.inverse = type(self.inverse).from_state_dict(moved(self.inverse.state_dict(), *here))
+
+
+def made_of(block: Block) -> tuple[Any, ...]:
+    """What an inverse of this block would be made of now."""
+    return block.options["damping"], block.options.get("relative"), *[moment.updates for moment in block.moments.values()]
 
 
 def moved(state: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

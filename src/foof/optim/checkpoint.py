@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer
 
-from foof.optim.block import Block, moved
+from foof.optim.block import Block, made_of, moved
 from foof.optim.estimators import Estimator
 from foof.optim.sharing import value_or_zeros
 from foof.optim.step import Step
+from foof.optim.turns import Turns
 from foof.statistics import MovingAverage, Schedule, wide
 
 
@@ -22,6 +23,7 @@ class Saved(Protocol):
     schedule: Schedule
     blocks: list[Block]
     step: Step
+    turns: Turns | None
 
 
 def attach(optimizer: Optimizer, engine: Saved) -> list[Any]:
@@ -64,7 +66,9 @@ def _block_state(block: Block, engine: Saved) -> dict[str, Any]:
         },
         "factor": None if inverse is None else inverse.state_dict(),
         "has_factor": block.inverse is not None,
+        "current": block.made_of == made_of(block),
         "rows": block.rows,
+        **({} if engine.turns is None else {"making": engine.turns.state_dict(block)}),
     }
 
 
@@ -102,7 +106,9 @@ def load_state_dict(engine: Saved, state: dict[str, Any]) -> None:
         for key, moment in block.moments.items():
             moment.load_state_dict(saved["moments"][key], *here)
         block.inverse = engine.estimator.inverse_from(moved(saved["factor"], *here)) if saved["has_factor"] else None
-        block.rows, block.made_of = int(saved["rows"]), ()
+        block.rows, block.made_of = int(saved["rows"]), made_of(block) if saved.get("current") else ()
+        if engine.turns is not None:
+            engine.turns.resume(block, saved.get("making", {}))
     engine.estimator.load_state_dict(state)
 
 

@@ -138,19 +138,19 @@ class EKFAC(NeuronOptimizer):
     Embeddings keep KFAC's scale. Use it as ``foof.KFAC``: ``opt.update_curvature(out)`` before ``backward()``.
 
     Args:
-        model, lr, damping, fisher, samples, likelihood, datapoints, generator, ema, T, S, momentum, weight_decay, rest, groups,
+        model, lr, damping, fisher, samples, likelihood, datapoints, generator, ema, T, S, spread, momentum, weight_decay, rest, groups,
             exclude, maximize: as in ``foof.KFAC``.
     """
 
     def __init__(self, model: nn.Module, lr: float = 0.003, damping: float = 0.01, *, fisher: str = "mc", samples: int = 1,
                  likelihood: str | Likelihood = "categorical", datapoints: int | None = None,
                  generator: torch.Generator | int | None = None, momentum: float = 0.0, weight_decay: float = 0.0,
-                 ema: float = 0.95, T: int = 100, S: int | None = None, rest: Fallback = "adamw",
+                 ema: float = 0.95, T: int = 100, S: int | None = None, spread: bool = False, rest: Fallback = "adamw",
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False) -> None:  # fmt: skip
         for options in ({"damping": damping}, *groups):
             Damping(options.get("damping", damping), options.get("relative", False)).absolute("EKFAC needs")
         make = ekfac_fisher(ema, fisher=fisher, samples=samples, likelihood=likelihood, datapoints=datapoints, generator=generator)
-        engine = Engine(model, make, Schedule.of(T, S), ema, exclude=exclude)
+        engine = Engine(model, make, Schedule.of(T, S, spread=spread), ema, exclude=exclude)
         check_unsharded(engine)
         defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(engine, defaults, groups, rest, maximize)

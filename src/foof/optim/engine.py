@@ -22,9 +22,10 @@ from foof import _torch, distributed, notices
 from foof.covering import by_matrix, covered_layers
 from foof.layers import Layer
 from foof.optim import checkpoint, sharing
-from foof.optim.block import Block
+from foof.optim.block import Block, made_of
 from foof.optim.estimators import STATISTICS_LIMIT, Estimator, Seen
 from foof.optim.step import Bypass, Ledger, Step
+from foof.optim.turns import Making, Turns
 from foof.passes import buffers_kept
 from foof.statistics import MovingAverage, Schedule, exact
 from foof.tap import Receiver, Visit, existing_tap, tap
@@ -58,6 +59,7 @@ class Engine:
         self.step = Step(self.blocks, self.estimator.moments)
         self.ledgers: dict[Block, Ledger] = {}  # of the step that is being taken
         self.mask: Tensor | None = None  # which rows of the inputs count, in forward passes from now on
+        self.turns = Turns(self.blocks, self.estimator, schedule, process_group) if schedule.spread else None
         self.keeps_plain = False  # are gradients kept as they were before preconditioning, until the step has been taken?
         self.plain_gradients: list[Tensor] = []
         self.taps = [tap(layer, self) for layer in layers]
@@ -103,7 +105,7 @@ class Engine:
                       "of its layers are neuron gradients: call its step(), or its remove() if it is no longer wanted.", once=True)
         layer, x, e = visit.layer, visit.x, visit.e
         block.rows = layer.rows(e)
-        self.estimator.observe(block, ledger, visit, self.schedule.gathers())
+        self.estimator.observe(block, ledger, visit, self.schedule.gathers(block.begins))
         if block.inverse is None and ledger.inverse is None and block.moments and block.shares_weight and visit.lands:
             ledger.inverse = self._provisional_inverse(block, ledger)
         inverse = block.inverse or ledger.inverse
@@ -125,7 +127,7 @@ class Engine:
             block.follow_weight()
             ledger = self.step.ledger(block, visit.pass_id, visit.lands)
             ledger.plain = True
-            self.estimator.observe(block, ledger, visit, self.schedule.gathers())
+            self.estimator.observe(block, ledger, visit, self.schedule.gathers(block.begins))
 
     @contextmanager
     def recording(self, receiver: Receiver) -> Iterator[None]:
@@ -253,9 +255,11 @@ class Engine:
         ledgers, self.ledgers, self.plain_gradients = self.ledgers, {}, []
         if ledgers:
             self.estimator.finish(self, ledgers, self.schedule.gathers())
-            if self.schedule.inverts():
+            if self.turns is not None:
+                self._invert_in_turn(self.turns)
+            elif self.schedule.inverts():
                 self._refresh()
-            self._fold({block: ledger.seen for block, ledger in ledgers.items()})
+            self._fold({block: ledger.seen for block, ledger in ledgers.items() if block not in self.making})
             self.estimator.folded(ledgers)
             self.schedule.advance()
         self.step.commit()
@@ -271,23 +275,43 @@ class Engine:
         self._refresh()
 
     def _refresh(self) -> None:
+        self.making.clear()
         if self.estimator.moments:
             self.synchronise()
             self._invert([block for block in self.blocks if block.known])
+
+    def _invert_in_turn(self, turns: Turns) -> None:
+        ended = turns.take()
+        made = {block: turns.making.pop(block) for block in ended if block in turns.making}
+        self._invert(ended, made, [turns.owner[block] for block in ended])
+
+    @property
+    def making(self) -> dict[Block, Making]:
+        """Inverses that are being made in parts, while their averages stand still."""
+        return {} if self.turns is None else self.turns.making
+
+    def fresh(self, block: Block) -> bool:
+        """Is this the first step with the block's inverse at hand?"""
+        return self.schedule.fresh() if self.turns is None else self.turns.fresh(block)
 
     @torch.no_grad()
     def synchronise(self) -> None:
         """Average the statistics over the process group; see ``foof.optim.sharing``. Alone: nothing."""
         sharing.synchronise(self.blocks, set(), self.process_group, self.estimator)
 
-    def _invert(self, blocks: list[Block]) -> None:
-        """New inverses from the averages as they are, where those or the damping have changed."""
+    def _invert(self, blocks: list[Block], ended: Mapping[Block, Making] | None = None, owners: list[int] | None = None) -> None:
+        """New inverses from the averages as they are, where those or the damping have changed; or those that have been made in parts."""
+        ended = ended or {}
         if distributed.group_of(self.process_group) is None:
-            blocks = [block for block in blocks if block.inverse is None or block.made_of != made_of(block)]
-        old = {block: block.inverse for block in blocks}
-        sharing.invert(blocks, self.process_group, lambda block: self.estimator.invert(block, self.schedule.T))
+            blocks = [block for block in blocks if block in ended or block.inverse is None or block.made_of != made_of(block)]
+        old, T = {block: block.inverse for block in blocks}, self.schedule.T
+
+        def make(block: Block) -> Any:
+            return ended[block].result(self.estimator, T) if block in ended else self.estimator.invert(block, T)
+
+        sharing.invert(blocks, self.process_group, make, owners)
         for block in blocks:
-            block.made_of = made_of(block)
+            block.made_of = made_of(ended[block].block if block in ended else block)
             self.estimator.adopt(block, old[block])
 
     def _fold(self, seen: Seen) -> None:
@@ -421,11 +445,6 @@ def refuse_copies(*_: Any) -> Any:
         "an optimizer on neurons is tied to its model: copy or save the model, make a new optimizer for the copy, and give it this one's "
         "state with load_state_dict(state_dict())."
     )
-
-
-def made_of(block: Block) -> tuple[Any, ...]:
-    """What an inverse of this block would be made of now."""
-    return block.options["damping"], block.options.get("relative"), *[moment.updates for moment in block.moments.values()]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

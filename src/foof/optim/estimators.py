@@ -23,6 +23,7 @@ from foof.optim.step import Ledger
 from foof.passes import call_model
 from foof.patches import better_than_rows, second_moment
 from foof.statistics import EACH_ROW, Gathered, Schedule, wide
+from foof.sweep import Gradual, Sweep, parts_of
 from foof.tap import Receiver, Visit, inputs_seen, layers_behind
 
 STATISTICS_LIMIT = 2**30  # bytes that Σ of one layer and its inverse may take without a word
@@ -49,6 +50,7 @@ class Estimator:
     moments: tuple[str, ...] = ()
     plain = False  # are gradients left as they are in the backward pass, and preconditioned when the step is taken?
     watches = True  # are plain gradients watched for masks that are laid over them before the step?
+    together = True  # are all averages fed on the same steps, or may each be on steps of its own?
 
     def leaves_plain(self, block: Block) -> bool:
         """Not where a weight is tied to one of another layout: the sum of their gradients could not be told apart later."""
@@ -62,6 +64,14 @@ class Estimator:
 
     def invert(self, block: Block, T: int) -> Any:
         """The damped inverse from the block's moving averages, to be used for T steps."""
+        raise NotImplementedError
+
+    def parts(self, block: Block) -> int:
+        """Into how many parts making that inverse can be divided; 1: it cannot."""
+        return 1
+
+    def begin(self, block: Block) -> Gradual:
+        """The same inverse in so many parts, from the averages as they are now."""
         raise NotImplementedError
 
     def inverse_from(self, state: dict[str, Any]) -> Any:
@@ -115,6 +125,7 @@ class InputMoments(Estimator):
 
     name = "foof"
     moments = ("Sigma",)
+    together = False
 
     def __init__(self, mean_over_rows: bool = False, blocks: int | str = 1) -> None:
         if blocks != "auto" and not (isinstance(blocks, int) and blocks >= 1):
@@ -142,6 +153,14 @@ class InputMoments(Estimator):
         assert Sigma is not None
         uses = T * min(block.rows or layer.n, layer.n)
         return InputInverse.make(Sigma, block.damping.strength(layer, Sigma), block.name, uses)
+
+    def parts(self, block: Block) -> int:
+        return 1 if block.layer.diagonal else parts_of(self.moment_shape(block.layer, "Sigma")[-1])
+
+    def begin(self, block: Block) -> Gradual:
+        Sigma = block.moments["Sigma"].value
+        assert Sigma is not None
+        return Gradual([Sweep(Sigma, block.damping.strength(block.layer, Sigma))], lambda P: InputInverse("inverse", P))
 
     def inverse_from(self, state: dict[str, Any]) -> InputInverse:
         return InputInverse.from_state_dict(state)
@@ -349,6 +368,14 @@ class KroneckerFisher(Estimator):
         rows = float("inf") if self.plain else block.rows or layer.n
         uses = T * min(rows, layer.n), T * min(rows, layer.m)  # rows that each side multiplies until the next inversion
         return self.kind.make(Sigma, Sigma_E, block.damping.absolute("KFAC needs"), block.name, uses)
+
+    def parts(self, block: Block) -> int:
+        if self.kind is not KroneckerInverse:
+            return 1
+        return parts_of(block.layer.n) + (0 if block.layer.diagonal else parts_of(block.layer.m))
+
+    def begin(self, block: Block) -> Gradual:
+        return KroneckerInverse.begin(*self.second_moments(block), block.damping.absolute("KFAC needs"), block.name)
 
     def inverse_from(self, state: dict[str, Any]) -> KroneckerInverse | EigenInverse:
         return self.kind.from_state_dict(state)

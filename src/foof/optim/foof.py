@@ -54,6 +54,8 @@ class FOOF(NeuronOptimizer):
         momentum, weight_decay: of the neuron gradient; the decay is decoupled. The bound holds for the sum that momentum makes.
         ema: decay m of the moving averages; 0 uses the latest batch only.
         T, S: Σ is inverted every T steps and fed on the S steps before (default ``min(T, 10)``); at S = T on every step.
+        spread: the inversions of a period are spread over its steps, one layer after the other and part by part, so that no step pays for
+            all of them. Each layer's Σ is then fed on the S steps before its own turn.
         rest: the fallback optimizer of parameters that are not covered: ``"adamw"`` (lr 1e-3, weight_decay as above), ``"sgd"``, a
             mapping with options, ``{"name": "sgd", "lr": 0.01, "momentum": 0.9}``, or a factory,
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``.
@@ -70,9 +72,9 @@ class FOOF(NeuronOptimizer):
 
     def __init__(self, model: nn.Module, lr: float | None = None, damping: float | str | None = None, *, relative: bool = False,
                  max_change: float | None = None, momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100,
-                 S: int | None = None, blocks: int | str = 1, loss_average: str = "batch", rest: Fallback | None = None,
-                 groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
-                 process_group: Any = None) -> None:  # fmt: skip
+                 S: int | None = None, spread: bool = False, blocks: int | str = 1, loss_average: str = "batch",
+                 rest: Fallback | None = None, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
+                 maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         of_change = lr is None  # is the step set by how far it moves the outputs, or merely bounded?
         if lr is None:
             lr = max_change = MAX_CHANGE if max_change is None else max_change
@@ -81,7 +83,8 @@ class FOOF(NeuronOptimizer):
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
         exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks)
-        engine = Engine(model, lambda _: estimator, Schedule.of(T, S), ema, exclude=exclude, functional=True, process_group=process_group)
+        schedule = Schedule.of(T, S, spread=spread)
+        engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, functional=True, process_group=process_group)
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
         defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,
@@ -135,7 +138,7 @@ class FOOF(NeuronOptimizer):
         state = self.state[block.weight]
         if block.moments["Sigma"].value is None:  # no row has come yet, and no gradient
             return norm
-        if "reach" not in state or self.preconditioner.schedule.fresh():
+        if "reach" not in state or self.preconditioner.fresh(block):
             state["reach"] = self._reach(block)
         return norm * state["reach"].to(norm.dtype)
 

@@ -41,7 +41,7 @@ class KFAC(QuadraticModelSteps):
     is (lr/B, λ/B) here, for either damping: (0.3, 1) at batch 100 is (0.003, 0.01).
 
     Args:
-        model, lr, momentum, weight_decay, ema, T, S, rest, groups, exclude, maximize, process_group: as in ``FOOF``;
+        model, lr, momentum, weight_decay, ema, T, S, spread, rest, groups, exclude, maximize, process_group: as in ``FOOF``;
             ema = 0 is subsampled KFAC.
         damping: λ > 0, added to the approximate Fisher.
         damping_mode: ``"heuristic"``: each factor is damped by itself, λ_A λ_E = λ and λ_A/λ_E = n Tr(Σ) / (m Tr(Σ_E)) (Eq. 4).
@@ -63,7 +63,7 @@ class KFAC(QuadraticModelSteps):
                  fisher: str = "mc", samples: int = 1, likelihood: str | Likelihood = "categorical", datapoints: int | None = None,
                  loss_average: str = "batch", adaptive: Adaptive | bool = False,
                  generator: torch.Generator | int | None = None, momentum: float = 0.0, weight_decay: float = 0.0,
-                 ema: float = 0.95, T: int = 100, S: int | None = None, rest: Fallback = "adamw",
+                 ema: float = 0.95, T: int = 100, S: int | None = None, spread: bool = False, rest: Fallback = "adamw",
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
                  process_group: Any = None, **moved: Any) -> None:  # fmt: skip
         refuse_moved(moved, MOVED, "KFAC")
@@ -71,7 +71,7 @@ class KFAC(QuadraticModelSteps):
             Damping(options.get("damping", damping), options.get("relative", False)).absolute("KFAC needs")
         self.adaptive = check_adaptive(adaptive, weight_decay, groups, maximize)
         make = kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, self.estimator, loss_average)
-        engine = Engine(model, make, Schedule.of(T, S), ema, exclude=exclude, process_group=process_group)
+        engine = Engine(model, make, Schedule.of(T, S, spread=spread), ema, exclude=exclude, process_group=process_group)
         self._calls: Calls | None = None
         check_unsharded(engine)
         defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}

@@ -15,10 +15,11 @@ from foof.optim.block import Block
 from foof.optim.checks import Fallback
 from foof.optim.engine import Engine, unwrapped
 from foof.optim.estimators import InputMoments
-from foof.optim.rules import MUON_SCALES, POWERS, momentum_of, muon_scale, orthogonalised, relative_inverse
+from foof.optim.rules import MUON_SCALES, POWERS, momentum_of, muon_scale, orthogonalised, relative, relative_inverse
 from foof.optim.split import split
 from foof.optim.step import Ledger
 from foof.statistics import Schedule
+from foof.sweep import Gradual, Sweep
 
 ADAMW = {"name": "adamw", "lr": 3e-3, "betas": (0.9, 0.95)}
 
@@ -58,6 +59,14 @@ class InputsForMomentum(InputMoments):
         assert Sigma is not None
         return RelativeInverse(relative_inverse(Sigma, float(block.damping.value), self.power, block.name).contiguous())
 
+    def parts(self, block: Block) -> int:
+        return super().parts(block) if self.power == -1.0 else 1
+
+    def begin(self, block: Block) -> Gradual:
+        Sigma = block.moments["Sigma"].value
+        assert Sigma is not None
+        return Gradual([Sweep(relative(Sigma), float(block.damping.value))], RelativeInverse)
+
     def inverse_from(self, state: dict[str, Any]) -> RelativeInverse:  # type: ignore[override]
         return RelativeInverse.from_state_dict(state)
 
@@ -83,6 +92,7 @@ class Muon(NeuronOptimizer):
         scale: ``"original"``, ``√max(1, n/m)``, or ``"match_rms_adamw"``, ``0.2 √max(n, m)``, to use a learning rate of AdamW's size.
         orthogonalisation: how many steps of Newton-Schulz.
         ema, T, S: Σ is inverted every T steps, and fed on the S steps before (default ``min(T, 2)``).
+        spread: as for ``foof.FOOF``; at power −1/2 one layer after the other, but each at once.
         head: names of the output layers; None: the one the model names (``get_output_embeddings``), else the last one defined.
         rest: the fallback optimizer, as for ``foof.FOOF``; by default AdamW with lr 3e-3 and betas (0.9, 0.95).
         groups, exclude, maximize, process_group: as for ``foof.FOOF``.
@@ -90,12 +100,12 @@ class Muon(NeuronOptimizer):
 
     def __init__(self, model: nn.Module, lr: float = 0.02, damping: float = 0.1, *, power: float = -1.0, momentum: float = 0.95,
                  nesterov: bool = True, weight_decay: float = 0.0, scale: str = "original", orthogonalisation: int = 5,
-                 ema: float = 0.9, T: int = 32, S: int | None = None, head: Iterable[str] | None = None,
+                 ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False, head: Iterable[str] | None = None,
                  rest: Fallback = ADAMW, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
                  maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         check_rule(damping, power, scale)
         self.nesterov, self.scale, self.orthogonalisation = nesterov, scale, orthogonalisation
-        engine = engine_for_matrices(model, InputsForMomentum(power), Schedule.of(T, S, fed=2), ema, exclude, head, process_group)
+        engine = engine_for_matrices(model, InputsForMomentum(power), Schedule.of(T, S, 2, spread), ema, exclude, head, process_group)
         defaults = {"lr": lr, "damping": damping, "relative": True, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(engine, defaults, groups, rest, maximize)
 

@@ -25,8 +25,9 @@ Scheduled = Callable[[int], float]  # of the steps taken
 
 
 def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "foof", damping: float | str | Scheduled = 1.0,
-                 relative: bool = False, ema: float = 0.95, T: int = 100, S: int | None = None, include: Iterable[str] | None = None,
-                 exclude: Iterable[str] = (), process_group: Any = None, **options: Any) -> AnyOptimizer:  # fmt: skip
+                 relative: bool = False, ema: float = 0.95, T: int = 100, S: int | None = None, spread: bool = False,
+                 include: Iterable[str] | None = None, exclude: Iterable[str] = (), process_group: Any = None,
+                 **options: Any) -> AnyOptimizer:  # fmt: skip
     """Let ``optimizer`` see neuron gradients ``Eᵀ A (Σ + λI)⁻¹`` in place of the gradients of ``model``'s covered layers.
 
     Returns the same optimizer, with ``optimizer.preconditioner`` added: ``optimizer.preconditioner.initialise(batches)`` gathers
@@ -57,7 +58,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
     if isinstance(optimizer, NeuronOptimizer) or (before is not None and before.taps):
         raise ValueError("this optimizer is on neurons already; call optimizer.preconditioner.remove() and make a new one.")
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    schedule = Schedule.of(T, S)
+    schedule = Schedule.of(T, S, spread=spread)
     strength = ScheduledDamping(damping, relative, schedule)
     make = METHODS[method](Damping(strength["damping"], relative), ema, **options)
     exclude = (*exclude, *(outside(unwrapped(model), include) if include is not None else ()))
@@ -141,6 +142,9 @@ class NeuronGradients(InputMoments):
         if Sigma.dim() == 1:
             return InputInverse("diagonal", (Sigma + damping).pow(self.power))
         return InputInverse("inverse", damped_power(Sigma, damping, self.power))
+
+    def parts(self, block: Block) -> int:
+        return super().parts(block) if self.power == -1.0 else 1
 
     def prepare(self, host: Host, ledgers: dict[Block, Ledger]) -> None:
         self.beta = self._beta(host.schedule.t)

@@ -35,6 +35,12 @@ def descend(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]
 # --- Neurons ---------------------------------------------------------------------------------------------------------------------
 
 
+def relative(Sigma: Tensor) -> Tensor:
+    """``Σ/s̄`` with ``s̄ = tr(Σ)/m``, the mean eigenvalue; Σ = 0 stays. Σ ``(..., m, m)``."""
+    mean = Sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return Sigma / torch.where(mean == 0, torch.ones_like(mean), mean)[..., None, None]
+
+
 def relative_inverse(Sigma: Tensor, ridge: float, power: float = -1.0, name: str = "Sigma") -> Tensor:
     """``P = (Σ/s̄ + ridge·I)^power`` with ``s̄ = tr(Σ)/m``, the mean eigenvalue: the same for ``c Σ``. Σ, P ``(..., m, m)``.
 
@@ -43,8 +49,7 @@ def relative_inverse(Sigma: Tensor, ridge: float, power: float = -1.0, name: str
     """
     if power not in POWERS:
         raise ValueError(f"power must be one of {POWERS}, got {power}.")
-    mean = Sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
-    scaled = Sigma / torch.where(mean == 0, torch.ones_like(mean), mean)[..., None, None]
+    scaled = relative(Sigma)
     if power == -1.0:
         return damped_inverse(scaled, ridge, name)
     return damped_power(scaled, ridge, power)

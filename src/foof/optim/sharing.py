@@ -38,14 +38,17 @@ def synchronise(blocks: list[Block], reached: set[Block], process_group: Any, es
     return {block for block, count in zip(blocks, counts[::2], strict=True) if count > 0}
 
 
-def invert(blocks: list[Block], process_group: Any, make: Callable[[Block], Any]) -> None:
-    """New inverses for these blocks; in a process group each rank makes its share and all get the same bits."""
+def invert(blocks: list[Block], process_group: Any, make: Callable[[Block], Any], owners: list[int] | None = None) -> None:
+    """New inverses for these blocks; in a process group each rank makes its share and all get the same bits.
+
+    owners: which rank makes which; None: shared out by cost.
+    """
     group = distributed.group_of(process_group)
     if group is None or not blocks:
         for block in blocks:
             block.inverse = make(block)
         return
-    owners, mine = distributed.share_out([inversion_cost(block) for block in blocks], distributed.size(group)), distributed.rank(group)
+    owners, mine = owners or share_out(blocks, group), distributed.rank(group)
     made, failure = dict[int, Any](), None
     try:
         made = {job: make(block) for job, block in enumerate(blocks) if owners[job] == mine}
@@ -59,7 +62,12 @@ def invert(blocks: list[Block], process_group: Any, make: Callable[[Block], Any]
         block.inverse = kind.from_state_dict(moved(everyone[job], device, wide(block.weight.dtype)))
 
 
-def inversion_cost(block: Block) -> float:
+def share_out(blocks: list[Block], group: Any) -> list[int]:
+    """Which rank inverts which block."""
+    return distributed.share_out([inversion_cost(block) for block in blocks], distributed.size(group))
+
+
+def inversion_cost(block: Block) -> int:
     """What inverting a block costs, up to a constant: m³ for each side of each group."""
     layer = block.layer
     inputs = layer.m if layer.diagonal else layer.groups * layer.m**3
