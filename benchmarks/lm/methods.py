@@ -124,6 +124,7 @@ METHODS: dict[str, Method] = {
     "Muon on neurons, T = 32": muon(T=32),
     "Muon on neurons, T = 64": muon(T=64),
     "Muon on neurons, one token in four": muon(stride=4),
+    "Muon on neurons, square blocks": muon(square=True),
     "Muon on neurons, attention only": muon(ends("qkv", "out")),
     "Muon on neurons, MLP only": muon(ends("up", "down")),
 }  # fmt: skip
