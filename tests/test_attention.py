@@ -181,6 +181,17 @@ def test_sigma_is_that_of_query_key_and_value_and_masks_hold():
         torch.testing.assert_close(Sigma, rows.T @ rows / len(rows), rtol=1e-12, atol=1e-12)
 
 
+def test_sigma_of_some_rows_is_that_of_them_in_its_scale():
+    model = Model()
+    opt = foof.Muon(model, row_stride=3)
+    x, z, _ = batch(0)
+    model(x, z).sum().backward()
+    query, key = (f(i).tanh().detach().flatten(0, 1)[::3] for f, i in ((model.before, x), (model.other, z)))
+    opt.step()
+    for Sigma, rows in zip(opt.second_moments()["attention.in_proj"]["Sigma"], (query, key, key), strict=True):
+        torch.testing.assert_close(Sigma, rows.T @ rows / len(rows), rtol=1e-12, atol=1e-12)
+
+
 def test_initialise_sees_it():
     model = Model()
     opt = foof.FOOF(model, lr=0.1, damping=0.1)

@@ -11,7 +11,8 @@ from torch import nn
 
 import foof
 from foof.optim import rules
-from foof.optim.foof import MAX_CHANGE, MEMORY
+from foof.optim.change import MEMORY
+from foof.optim.foof import MAX_CHANGE
 
 
 def network(*widths, dtype=torch.float64, seed=0):
@@ -167,6 +168,17 @@ def test_groups_have_their_own():
     first = sum(p.numel() for p in model[0].parameters())
     assert close(changes[:, :first], others[:, :first])
     assert close(changes[:, first:], others[:, first:] * 0.001 / MAX_CHANGE)
+
+
+@pytest.mark.parametrize("value", [0.001, None])
+def test_a_max_change_that_nothing_would_read(value):
+    """Without an lr it is the groups' lr."""
+    model = network(5, 4, 3)
+    opt = foof.FOOF(model, groups=[{"params": model[2].parameters(), "max_change": 0.02}])
+    steps(model, opt, BATCHES[:1])
+    opt.param_groups[0]["max_change"] = value
+    with pytest.raises(ValueError, match=r'max_change was 0.02 when FOOF\(model\) was made.*the group\'s "lr"'):
+        steps(model, opt, BATCHES[:1])
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from foof.kronecker import in_blocks
 from foof.optim import rules
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -273,11 +274,14 @@ def test_reach_times_norm_is_the_change(groups):
 
 
 def test_reach_by_blocks_of_inputs():
-    """Is that of the whole with Σ block-diagonal, also where the weights count as nearly zero."""
-    Sigma, U = semidefinite(4, (2,)), randn(3, 8, seed=2)
-    for W in (randn(3, 8, seed=1), torch.zeros_like(U)):
-        parts = [M.unflatten(1, (2, 4)).transpose(0, 1) for M in (U, W)]
-        assert close(rules.reach(parts[0], Sigma, parts[1], blocks=2), rules.reach(U, torch.block_diag(*Sigma), W))
+    """Is that of the whole with Σ block-diagonal, also where the weights count as nearly zero, and where nothing moves."""
+    Sigma = semidefinite(4, (2,))
+    Sigma[1, -1], Sigma[1, :, -1] = 0, 0  # seven inputs: the last block is filled up
+    whole = torch.block_diag(*Sigma)[:7, :7]
+    none, some, other = torch.zeros(3, 7, dtype=torch.float64), randn(3, 7, seed=1), randn(3, 7, seed=2)
+    for U, W in ((some, other), (some, none), (none, other)):
+        parts = [in_blocks(M, 2) for M in (U, W)]
+        assert close(rules.reach(parts[0], Sigma, parts[1], inputs=7), rules.reach(U, whole, W))
 
 
 def test_reach_of_no_update_is_that_of_one_alike_in_all_directions():

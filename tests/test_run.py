@@ -10,8 +10,9 @@ import torch
 
 from foof.study.paper.toy import toy
 from foof.study.train import models
+from foof.study.train.batches import Batches
 from foof.study.train.methods import METHODS, method
-from foof.study.train.run import batches, evaluate, run
+from foof.study.train.run import evaluate, run
 from foof.study.train.setting import Record, Setting
 
 TINY = Setting(train_size=300, hidden=(12,), batch_size=50, steps=15, log_every=5)
@@ -130,11 +131,11 @@ def test_batches_cover_an_epoch_once():
     from foof.study.data import load
 
     d = load("fashion-mnist", "embedded", 300)
-    source = batches(d, 100, torch.Generator().manual_seed(0))
+    source = Batches(d, 100, seed=0)
     epoch = torch.cat([next(source)[0] for _ in range(3)]).sum((1, 2, 3)).sort().values
     torch.testing.assert_close(epoch, d.train_x.sum((1, 2, 3)).sort().values)
     with pytest.raises(ValueError, match="batches of 301"):
-        next(batches(d, 301, torch.Generator()))
+        Batches(d, 301, seed=0)
 
 
 def test_evaluate_is_the_mean_over_all_records():

@@ -80,7 +80,8 @@ def test_every_matrix_has_its_turn_once_in_every_round(costs, T, S, parts, warmi
         for turn, (first, last) in zip(turns, rounds[0], strict=True):
             assert 0 <= first <= last < length
             done = [turn.done(step, first, last) for step in range(first, last + 1)]
-            assert done == sorted(done) and done[-1] == parts
+            assert done == sorted(done)
+            assert done[-1] == parts
         assert [first for first, _ in rounds[0]] == sorted(first for first, _ in rounds[0])
         if schedule.t > T:
             assert min(fed) >= min(S, T - T // 2)  # of every T steps, however long inversions take

@@ -55,7 +55,7 @@ def test_the_pool_gives_what_single_runs_give_and_runs_nothing_twice(store, expe
     assert seen == [False] * 4
 
 
-def dies_once(setting: Setting, mark: Path) -> Record:
+def dies_once(setting: Setting, mark: Path, **_: object) -> Record:
     """As `run`, but the first worker to take seed 1 is killed, as by a machine short of memory."""
     if setting.seed == 1 and not mark.exists():
         mark.touch()
@@ -63,7 +63,7 @@ def dies_once(setting: Setting, mark: Path) -> Record:
     return run(setting)
 
 
-def dies_always(setting: Setting) -> Record:
+def dies_always(setting: Setting, **_: object) -> Record:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 

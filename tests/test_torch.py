@@ -165,8 +165,10 @@ def test_lists_of_tensors_at_once():
     _torch.foreach_mul_(tensors, 2.0)
     _torch.foreach_add_(tensors, [torch.ones(2), torch.ones(3)], alpha=-1.0)
     assert all((t == 1).all() for t in tensors), "torch._foreach_mul_ or _foreach_add_ has changed"
+    _torch.foreach_addcmul_(tensors, [torch.ones(2), torch.ones(3)], [torch.tensor(2.0), torch.tensor(4.0)], value=0.5)
+    assert [t.mean().item() for t in tensors] == [2.0, 3.0], "torch._foreach_addcmul_ has changed, or refuses factors of no shape"
     norms = _torch.foreach_norm([t.half() for t in tensors], dtype=torch.float32)
-    assert torch.equal(torch.stack(norms), torch.tensor([2.0, 3.0]).sqrt()), "torch._foreach_norm has changed"
+    assert torch.equal(torch.stack(norms), torch.tensor([8.0, 27.0]).sqrt()), "torch._foreach_norm has changed"
 
 
 def test_kinds_of_layers_with_passes_of_their_own():

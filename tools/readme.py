@@ -71,8 +71,20 @@ def findings(found: list[Outcome]) -> str:
         f"Judged at the paper's scale so far: {counts}.", "",
         *(f"- *{a.question}* {_decides(a)}" for a in answers(found)),
         f"- {top.sentence}",
+        *reduced(),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def reduced() -> list[str]:
+    """What the convolutional half says where it has been run: at a reduced scale."""
+    preset = PRESETS["reduced"]
+    there = recalled(list(experiments_of(preset).values()), preset, committed(preset))
+    if not there:
+        return []
+    counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(_verdicts(there)))
+    said = " ".join(f"*{a.question}* {a.sentence}" for a in answers(there) if a.ruling is not Ruling.NOT_RUN)
+    return [f"- Convolutional networks and autoencoders (Fig. 5, Figs. J.12–J.22), at a reduced scale alone: {counts}. {said}"]
 
 
 def _decides(answer: Answer) -> str:

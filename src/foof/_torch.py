@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 disable_dynamo = _disable_dynamo  # one clean break of a compiled graph; the public decorator would import the compiler with foof
 foreach_mul_, foreach_add_ = torch._foreach_mul_, torch._foreach_add_  # one call for a list of tensors, in place
-foreach_norm = torch._foreach_norm
+foreach_addcmul_, foreach_norm = torch._foreach_addcmul_, torch._foreach_norm
 CONV_FORWARD = "_conv_forward"  # what a convolution's ``forward`` calls to compute its output
 Dropout, BatchNorm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm  # of any number of dimensions
 

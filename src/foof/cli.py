@@ -31,6 +31,7 @@ try:
         committed,
         conduct,
         experiments_of,
+        lacking,
         recall,
         remembered,
     )  # fmt: skip
@@ -41,7 +42,7 @@ try:
     from foof.study.search.presets import PRESETS, Preset
     from foof.study.show import report
     from foof.study.train.methods import METHODS, method, title
-    from foof.study.train.models import mlp
+    from foof.study.train.models import MODELS, mlp
     from foof.study.train.run import run
     from foof.study.train.setting import Record, Setting
 except ModuleNotFoundError as error:
@@ -67,6 +68,18 @@ def _chosen(names: Sequence[str] | None, preset: Preset) -> list[Experiment]:
         return chosen(names, preset) if names else list(experiments_of(preset).values())
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from None
+
+
+def _at_hand(experiments: Sequence[Experiment], size: Preset) -> list[Experiment]:
+    """Those whose data, and whose GPU, are here. The others are left out, and named, with what to do."""
+    left: dict[str, list[str]] = {}
+    for e in experiments:
+        left.setdefault(lacking(e, size), []).append(e.id)
+    for what, ids in left.items():
+        if what:
+            do = "name them to run them on processors all the same" if what == "a GPU" else "`foof data` says how to fetch it"
+            console.print(f"Left out for want of {what}: {', '.join(ids)} ({do}).", highlight=False)
+    return [e for e in experiments if e.id in left.get("", [])]
 
 
 def _records_file(out: Path) -> Path:
@@ -143,9 +156,9 @@ def reproduce(
 ) -> None:
     """Run the study and write its report. What has been run already is not run again."""
     size = _preset(preset)
-    experiments = _chosen(what, size)
+    experiments = _chosen(what, size) if what else _at_hand(_chosen(what, size), size)
     with store.Store(_records_file(out)) as into:
-        if size.centred and committed(size).exists():
+        if (size.centred or size.reduced) and committed(size).exists():
             into.load_dump(committed(size))  # hours that need not be spent again
         _announce(experiments, size, into, workers)
         with _sweeping(into, workers, scheduler) as run_all:
@@ -179,7 +192,7 @@ def _known(size: Preset, out: Path) -> Iterator[store.Store]:
             with store.Store(_records_file(out)) as theirs:  # whose file stays as it is
                 records.put_all(theirs)
         own = begun(size, remembered(records))
-        if (size.centred or not own) and committed(size).exists():
+        if (size.centred or size.reduced or not own) and committed(size).exists():
             records.load_dump(committed(size))
             if not own:
                 console.print(f"No records of the preset {size.name} in {out}: these are the ones that came with the package.")
@@ -287,7 +300,8 @@ def train(
     damping: Annotated[float | None, typer.Option(help="λ, for methods that have one; default likewise.")] = None,
     dataset: Annotated[str, typer.Option(help=f"One of {', '.join(data.SPECS)}.")] = "fashion-mnist",
     source: Annotated[str, typer.Option(help=f"One of {', '.join(data.SOURCES)}.")] = "embedded",
-    hidden: Annotated[str, typer.Option(help="Hidden sizes, separated by commas.")] = "1000,1000,1000",
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "mlp",
+    hidden: Annotated[str, typer.Option(help="Hidden sizes, separated by commas, or a width.")] = "1000,1000,1000",
     batch_size: int = 100,
     steps: int = 300,
     seed: int = 0,
@@ -297,7 +311,7 @@ def train(
     default = METHODS[optimizer].default if optimizer in METHODS else (1.0, None)
     lr, damping = default[0] if lr is None else lr, default[1] if damping is None else damping
     setting = Setting(
-        dataset=dataset, source=source, hidden=_hidden(hidden), optimizer=optimizer, lr=lr,
+        dataset=dataset, source=source, model=model, hidden=_hidden(hidden), optimizer=optimizer, lr=lr,
         damping=damping, batch_size=batch_size, steps=steps, seed=seed, options=tuple(_option(o) for o in option or ()),
     )  # fmt: skip
     method(setting)  # a name or a λ that does not fit is an error before anything is begun

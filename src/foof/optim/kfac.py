@@ -50,6 +50,7 @@ class KFAC(QuadraticModelSteps):
             (``"full"``, one backward pass per class), or the data's (``"empirical"``: ``update_curvature(out, y)``).
         likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs; classes last, ``(N, ..., C)``.
         datapoints: how many of each batch feed the factors; None for all.
+        row_stride: both factors are estimated from every k-th row, as in ``FOOF``.
         loss_average: as in ``FOOF``.
         adaptive: an ``Adaptive``, or True for all of it: damping, step size and momentum of Martens & Grosse (2015), from exact
             Fisher-vector products on each step's batch; lr and momentum are then not used. Call ``update_curvature`` on every
@@ -61,7 +62,7 @@ class KFAC(QuadraticModelSteps):
 
     def __init__(self, model: nn.Module, lr: float = 0.003, damping: float = 0.01, *, damping_mode: str = "heuristic",
                  fisher: str = "mc", samples: int = 1, likelihood: str | Likelihood = "categorical", datapoints: int | None = None,
-                 loss_average: str = "batch", adaptive: Adaptive | bool = False,
+                 row_stride: int = 1, loss_average: str = "batch", adaptive: Adaptive | bool = False,
                  generator: torch.Generator | int | None = None, momentum: float = 0.0, weight_decay: float = 0.0,
                  ema: float = 0.95, T: int = 100, S: int | None = None, spread: bool = False, rest: Fallback = "adamw",
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
@@ -70,7 +71,7 @@ class KFAC(QuadraticModelSteps):
         for options in ({"damping": damping}, *groups):
             Damping(options.get("damping", damping), options.get("relative", False)).absolute("KFAC needs")
         self.adaptive = check_adaptive(adaptive, weight_decay, groups, maximize)
-        make = kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, self.estimator, loss_average)
+        make = kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, self.estimator, loss_average, row_stride)
         engine = Engine(model, make, Schedule.of(T, S, spread=spread), ema, exclude=exclude, process_group=process_group)
         self._calls: Calls | None = None
         check_unsharded(engine)
@@ -111,12 +112,13 @@ class KFAC(QuadraticModelSteps):
 
 def kronecker_fisher(damping_mode: str, fisher: str, samples: int, likelihood: str | Likelihood, datapoints: int | None,
                      generator: torch.Generator | int | None, estimator: type[KroneckerFisher] = KroneckerFisher,
-                     loss_average: str = "batch") -> Any:  # fmt: skip
+                     loss_average: str = "batch", row_stride: int = 1) -> Any:  # fmt: skip
     """KFAC's estimator for a device, from what people write."""
     if damping_mode not in DAMPING_MODES:
         raise ValueError(f"damping_mode must be one of {', '.join(map(repr, DAMPING_MODES))}, got {damping_mode!r}.")
     of_rows = mean_over_rows(loss_average)
-    settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), datapoints, mean_over_rows=of_rows)
+    settings = FisherSettings(Labels(fisher, samples), likelihood_named(likelihood), datapoints, mean_over_rows=of_rows,
+                              row_stride=row_stride)  # fmt: skip
     return lambda device: estimator(settings, DAMPING_MODES[damping_mode], generator, device)
 
 

@@ -47,8 +47,8 @@ class InputsForMomentum(InputMoments):
     name = "muon"
     plain, watches = True, False
 
-    def __init__(self, power: float) -> None:
-        super().__init__(mean_over_rows=True)
+    def __init__(self, power: float, row_stride: int = 1) -> None:
+        super().__init__(mean_over_rows=True, row_stride=row_stride)
         self.power = power
 
     def leaves_plain(self, block: Block) -> bool:
@@ -93,6 +93,7 @@ class Muon(NeuronOptimizer):
         orthogonalisation: how many steps of Newton-Schulz.
         ema, T, S: Σ is inverted every T steps, and fed on the S steps before (default ``min(T, 2)``).
         spread: as for ``foof.FOOF``; at power −1/2 one layer after the other, but each at once.
+        row_stride: Σ is estimated from every k-th token, which ones moves on with every batch.
         head: names of the output layers; None: the one the model names (``get_output_embeddings``), else the last one defined.
         rest: the fallback optimizer, as for ``foof.FOOF``; by default AdamW with lr 3e-3 and betas (0.9, 0.95).
         groups, exclude, maximize, process_group: as for ``foof.FOOF``.
@@ -100,12 +101,13 @@ class Muon(NeuronOptimizer):
 
     def __init__(self, model: nn.Module, lr: float = 0.02, damping: float = 0.1, *, power: float = -1.0, momentum: float = 0.95,
                  nesterov: bool = True, weight_decay: float = 0.0, scale: str = "original", orthogonalisation: int = 5,
-                 ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False, head: Iterable[str] | None = None,
-                 rest: Fallback = ADAMW, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
-                 maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
+                 ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False, row_stride: int = 1,
+                 head: Iterable[str] | None = None, rest: Fallback = ADAMW, groups: Sequence[Mapping[str, Any]] = (),
+                 exclude: Iterable[str] = (), maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         check_rule(damping, power, scale)
         self.nesterov, self.scale, self.orthogonalisation = nesterov, scale, orthogonalisation
-        engine = engine_for_matrices(model, InputsForMomentum(power), Schedule.of(T, S, 2, spread), ema, exclude, head, process_group)
+        inputs, schedule = InputsForMomentum(power, row_stride), Schedule.of(T, S, 2, spread)
+        engine = engine_for_matrices(model, inputs, schedule, ema, exclude, head, process_group)
         defaults = {"lr": lr, "damping": damping, "relative": True, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(engine, defaults, groups, rest, maximize)
 

@@ -44,7 +44,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
         include: names of modules; only what is in them is covered. None: everything.
         power, graft, blend (FOOF's): with ``N = G (Σ + λI)^power``, power −1 or −1/2, the optimizer sees ``(1 − β) G + β N``, β = blend a
             number or a function of the steps taken; graft=True: with ``N · ‖G‖/‖N‖`` in place of N, so that gradients keep their norm.
-        blocks, loss_average (FOOF's): as for ``foof.FOOF``.
+        spread, row_stride (FOOF's and KFAC's), blocks, loss_average (FOOF's): as for ``foof.FOOF``.
 
     ``method="kfac"`` and ``"ekfac"`` take the further options of ``foof.KFAC`` (``fisher``, ``likelihood``, ``samples``,
     ``datapoints``, ``generator``; KFAC's ``damping_mode`` and ``loss_average``) and need ``optimizer.update_curvature(out)`` between the
@@ -109,8 +109,9 @@ def outside(model: nn.Module, include: Iterable[str]) -> list[str]:
 class NeuronGradients(InputMoments):
     """FOOF's estimator with ``N = G (Σ + λI)^power``, of which the optimizer sees ``(1 − β) G + β N``, or N with the norm of G."""
 
-    def __init__(self, power: float, graft: bool, blend: float | Scheduled, loss_average: str, blocks: int | str) -> None:
-        super().__init__(mean_over_rows(loss_average), blocks)
+    def __init__(self, power: float, graft: bool, blend: float | Scheduled, loss_average: str, blocks: int | str,
+                 row_stride: int) -> None:  # fmt: skip
+        super().__init__(mean_over_rows(loss_average), blocks, row_stride)
         if power not in POWERS:
             raise ValueError(f"power must be one of {POWERS}, got {power}.")
         self.power, self.graft, self.blend = power, graft, blend
@@ -157,18 +158,20 @@ class NeuronGradients(InputMoments):
 
 
 def _foof(damping: Damping, ema: float, *, power: float = -1.0, graft: bool = False, blend: float | Scheduled = 1.0,
-          loss_average: str = "batch", blocks: int | str = 1, **unknown: Any) -> Callable[[Any], Estimator]:  # fmt: skip
+          loss_average: str = "batch", blocks: int | str = 1, row_stride: int = 1,
+          **unknown: Any) -> Callable[[Any], Estimator]:  # fmt: skip
     refuse_moved(unknown, {}, "FOOF")
-    estimator = NeuronGradients(power, graft, blend, loss_average, blocks)
+    estimator = NeuronGradients(power, graft, blend, loss_average, blocks, row_stride)
     return lambda _: estimator
 
 
 def _kfac(damping: Damping, ema: float, *, damping_mode: str = "heuristic", fisher: str = "mc", samples: int = 1,
           likelihood: Any = "categorical", datapoints: int | None = None, generator: Any = None, loss_average: str = "batch",
-          **unknown: Any) -> Callable[[Any], Estimator]:  # fmt: skip
+          row_stride: int = 1, **unknown: Any) -> Callable[[Any], Estimator]:  # fmt: skip
     refuse_moved(unknown, MOVED, "KFAC")
     damping.absolute("KFAC needs")
-    return kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, loss_average=loss_average)
+    return kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, loss_average=loss_average,
+                            row_stride=row_stride)  # fmt: skip
 
 
 def _ekfac(damping: Damping, ema: float, **options: Any) -> Callable[[Any], Estimator]:

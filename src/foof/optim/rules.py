@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from foof._torch import foreach_add_, foreach_mul_
+from foof._torch import foreach_add_, foreach_addcmul_, foreach_mul_
 from foof.linalg import damped_inverse, eigh
 
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # K. Jordan's: the steepest slope at zero that keeps singular values near one
@@ -187,20 +187,28 @@ def relative_change(change: Tensor, size: Tensor, unit: Tensor) -> Tensor:
     return torch.where((change == 0) & (size == 0), change, change / size).clamp_min(0).sqrt()
 
 
-def reach(update: Tensor, Sigma: Tensor, weight: Tensor, blocks: int = 1) -> Tensor:
+def reach(update: Tensor, Sigma: Tensor, weight: Tensor, inputs: int | None = None) -> Tensor:
     """``ρ(U)/‖U‖``, one number for all groups: what to multiply an update's norm by to know how far it moves the outputs.
 
-    Where Σ is diagonal in blocks of inputs, the leading dimension is over these ``blocks``, whose outputs add up.
+    Where Σ is diagonal in blocks of inputs, the leading dimension is over these, their outputs add up, and ``inputs`` is how many of them
+    there are in all: the last block may be filled up.
 
     For U = 0 that of an update alike in all directions. ``U Σ Uᵀ`` costs 2·n·m² where a norm costs n·m: so that it can be measured now and
     then, the trace is over no more than ``NEURONS`` of the n, evenly spread.
     """
+    return relative_change(*reach_powers(update, Sigma, weight, inputs).unbind())
+
+
+def reach_powers(update: Tensor, Sigma: Tensor, weight: Tensor, inputs: int | None = None) -> Tensor:
+    """What `relative_change` makes a `reach` of: the change of the outputs over ``‖U‖²``, their size, its unit; ``(3,)``. Linear in Σ."""
     n = update.shape[-2]
     some = slice(None, None, max(1, -(-n // NEURONS)))
     U, W = update[..., some, :], weight[..., some, :].to(update.dtype)
     power, size = U.square().sum(), output_power(W, Sigma).sum() * (n / U.shape[-2])
-    change = torch.where(power == 0, unit_power(Sigma, 1).mean(), output_power(U, Sigma).sum() / power)
-    return relative_change(change, size, unit_power(Sigma, n).sum() / blocks)
+    unit = unit_power(Sigma, n).sum() * (1 if inputs is None else Sigma.shape[-1] / inputs)
+    groups = 1 if inputs is not None else Sigma.shape[:-2].numel()
+    change = torch.where(power == 0, unit / (n * groups), output_power(U, Sigma).sum() / power)
+    return torch.stack([change, size, unit])
 
 
 def paced(rho: Tensor, usual: Tensor) -> Tensor:
@@ -216,13 +224,14 @@ def paced(rho: Tensor, usual: Tensor) -> Tensor:
 def descend_by(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], factors: list[Tensor], lr: float, momentum: float,
                weight_decay: float) -> None:  # fmt: skip
     """`descend` with each gradient multiplied by a factor of its own, a tensor of one number: ``v ← μ v + f g``."""
-    for i, (p, g, f) in enumerate(zip(params, gradients, factors, strict=True)):
-        if weight_decay:
-            p.mul_(1 - lr * weight_decay)
-        if momentum:
-            p.add_(buffers[i].mul_(momentum).addcmul_(g, f), alpha=-lr)
-        else:
-            p.addcmul_(g, f, value=-lr)
+    if weight_decay:
+        foreach_mul_(params, 1 - lr * weight_decay)
+    if momentum:
+        foreach_mul_(buffers, momentum)
+        foreach_addcmul_(buffers, gradients, factors)
+        foreach_add_(params, buffers, alpha=-lr)
+    else:
+        foreach_addcmul_(params, gradients, factors, value=-lr)
 
 
 def bounded(update: Tensor, rho: Tensor, tau: float | Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 `load(name, source)` gives training and test images. Sources: `embedded` (the subset of Fashion-MNIST in the package),
 `folder` (official files under `~/.cache/foof` or `$FOOF_DATA`), `debian` (the package dataset-fashion-mnist),
-`download` (official addresses, checked by checksum), and `full`, the first of folder, debian and download that works.
+`download` (official addresses, checked by checksum), and `full`, the first of folder, debian and download that works. CURVES- and
+FACES-like images are made by us, once, and kept in the folder.
 """
 
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foof.study.data import formats
+from foof.study.data import curves, faces, formats
 from foof.study.data.formats import DataError, Images, Labels
 
 Pair = tuple[Images, Labels]
+Moments = tuple[np.ndarray | float, np.ndarray | float]  # mean and deviation of brightness from 0 to 1
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -37,6 +40,12 @@ class Remote:
     archive: bool = False
 
 
+def _of_channels(train: Images) -> Moments:
+    """Mean and deviation of each channel ``(1, C, 1, 1)``."""
+    mean, deviation = (moment(train, axis=(0, 2, 3), keepdims=True, dtype=np.float64) / 255 for moment in (np.mean, np.std))
+    return np.asarray(mean, np.float32), np.asarray(deviation, np.float32)
+
+
 @dataclass(frozen=True)
 class Spec:
     """What there is to know about a data set before reading it."""
@@ -46,7 +55,8 @@ class Spec:
     counts: tuple[int, int]  # official numbers of training and test records
     read: Callable[[Path], tuple[Pair, Pair]]
     remotes: tuple[Remote, ...]
-    moments: tuple[float, float] | None = None  # None: mean and deviation per channel of the training images
+    moments: Moments | Callable[[Images], Moments] = _of_channels  # or how to get them from the training images
+    made: bool = False  # by us, in a moment too long to make them just to count them
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,12 @@ class Data:
     train_y: Tensor
     test_x: Tensor
     test_y: Tensor
+    mean: Tensor  # of brightness from 0 to 1: what images were shifted by
+    deviation: Tensor  # and divided by
+
+    def brightness(self, x: Tensor) -> Tensor:
+        """Normalised images as they were, from 0 to 1."""
+        return (x * self.deviation + self.mean).clamp(0, 1)
 
     @property
     def classes(self) -> int:
@@ -106,6 +122,32 @@ def _read_olivetti(folder: Path) -> tuple[Pair, Pair]:
     return (x[~test], y[~test]), (x[test], y[test])
 
 
+def _read_curves(folder: Path) -> tuple[Pair, Pair]:
+    return _kept(folder / f"curves-{curves.SEED}.npz", curves.read_curves)
+
+
+def _read_faces(folder: Path) -> tuple[Pair, Pair]:
+    official = _exists(folder / "olivettifaces.mat")
+    return _kept(folder.with_name("faces") / f"faces-{faces.SEED}.npz", lambda: faces.read_faces(official.parent))
+
+
+def _kept(path: Path, make: Callable[[], tuple[Pair, Pair]]) -> tuple[Pair, Pair]:
+    """What was made before, or is made now; kept where that is possible, complete or not at all."""
+    try:
+        with path.open("rb") as file, np.load(file) as kept:
+            return (kept["train_x"], kept["train_y"]), (kept["test_x"], kept["test_y"])
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        train, test = make()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.part.npz")
+        np.savez(partial, train_x=train[0], train_y=train[1], test_x=test[0], test_y=test[1])
+        partial.replace(path)
+    except OSError:
+        pass  # a folder that cannot be written to: they are made again next time
+    return train, test
+
+
 def _exists(path: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(path)
@@ -117,6 +159,11 @@ def _mnist_files(base: str, checksums: str) -> tuple[Remote, ...]:
     return tuple(Remote(f"{base}{n}-ubyte.gz", f"md5:{c}") for n, c in zip(names, checksums.split(), strict=True))
 
 
+OLIVETTI = (
+    Remote(
+        "https://cs.nyu.edu/~roweis/data/olivettifaces.mat", "sha256:b612fb967f2dc77c9c62d3e1266e0c73d5fca46a4b8906c18e454d41af987794",
+    ),
+)  # fmt: skip
 SPECS: dict[str, Spec] = {
     "fashion-mnist": Spec(
         "Fashion-MNIST", "fashion-mnist", (60_000, 10_000), _read_mnist,
@@ -152,14 +199,10 @@ SPECS: dict[str, Spec] = {
         ),
     ),
     "olivetti": Spec(
-        "Olivetti faces", "olivetti", (320, 80), _read_olivetti,
-        (
-            Remote(
-                "https://cs.nyu.edu/~roweis/data/olivettifaces.mat",
-                "sha256:b612fb967f2dc77c9c62d3e1266e0c73d5fca46a4b8906c18e454d41af987794",
-            ),
-        ),
+        "Olivetti faces", "olivetti", (320, 80), _read_olivetti, OLIVETTI,
     ),
+    "curves": Spec("CURVES-like", "curves", curves.COUNTS, _read_curves, (), made=True),
+    "faces": Spec("FACES-like", "olivetti", (103_500, 41_400), _read_faces, OLIVETTI, faces.moments, made=True),
 }  # fmt: skip
 
 
@@ -189,13 +232,13 @@ def _place(name: str, source: str) -> Path:
 def read(name: str, source: str) -> tuple[Pair, Pair, str]:
     """Training and test records as arrays, and the source they came from in the end."""
     spec = _spec(name)
-    if source == "download":
+    if source == "download" and spec.remotes:
         from foof.study.data.download import download
 
         folder = data_folder()
         download(spec.remotes, folder if spec.remotes[0].archive else folder / spec.folder)
         return *spec.read(folder / spec.folder), "download"
-    if source != "full":
+    if source not in ("full", "download"):
         place = _place(name, source)
         try:
             return *spec.read(place), source
@@ -213,7 +256,7 @@ def read(name: str, source: str) -> tuple[Pair, Pair, str]:
     return read(name, "download")
 
 
-def _normalise(x: Images, moments: tuple[np.ndarray | float, np.ndarray | float]) -> Tensor:
+def _normalise(x: Images, moments: Moments) -> Tensor:
     mean, deviation = moments
     return torch.from_numpy(((x.astype(np.float32) / 255 - mean) / deviation).astype(np.float32))
 
@@ -224,13 +267,13 @@ def load(name: str, source: str = "full", train_size: int | None = None) -> Data
     (train_x, train_y), (test_x, test_y), came_from = read(name, source)
     if train_size is not None and train_size > len(train_x):
         raise DataError(f"{train_size:,} training records of {_spec(name).title} were needed, {source} has {len(train_x):,}")
-    moments: tuple = _spec(name).moments or tuple(
-        (moment(train_x, axis=(0, 2, 3), keepdims=True, dtype=np.float64) / 255).astype(np.float32) for moment in (np.mean, np.std)
-    )
+    of = _spec(name).moments
+    moments = of(train_x) if callable(of) else of
     return Data(
         name, came_from,
         _normalise(train_x[:train_size], moments), torch.from_numpy(train_y[:train_size].copy()),
         _normalise(test_x, moments), torch.from_numpy(test_y.copy()),
+        *(torch.as_tensor(moment, dtype=torch.float32) for moment in moments),
     )  # fmt: skip
 
 
@@ -245,12 +288,21 @@ class Found:
     problem: str = ""
 
 
+def there(name: str) -> bool:
+    """Can a data set be had without the network: are there files of it, or is it made of nothing?"""
+    spec = _spec(name)
+    return not spec.remotes or (name == "fashion-mnist" and DEBIAN.exists()) or any((data_folder() / spec.folder).glob("*"))
+
+
 def available() -> list[Found]:
-    """What is on this machine, by reading it: every data set in every local source."""
+    """What is on this machine, by reading it: every data set in every local source. What is made by us is there if its source is."""
     found = []
     for name, spec in SPECS.items():
         for source in ("embedded", "folder", "debian") if name == "fashion-mnist" else ("folder",):
             try:
+                if spec.made:
+                    found.append(Found(name, "made", spec.counts if there(name) else None, spec.counts, "" if there(name) else "not there"))
+                    continue
                 (x, _), (t, _), _ = read(name, source)
                 found.append(Found(name, source, (len(x), len(t)), spec.counts))
             except DataError as error:

@@ -1,8 +1,9 @@
 """Images like those of FACES, made of the Olivetti faces as Hinton & Salakhutdinov (2006) say they made theirs.
 
 Ten pictures of 64 × 64 of each of forty people, rotated (-90° to 90°), scaled (1.4 to 1.8), cropped and subsampled to 25 × 25, 414 of each
-picture; every pixel shifted to mean zero, and all scaled by one number to unit variance; the first thirty people to train on and
-the last ten to test. Their very rotations and crops are not published, so losses are close to theirs but not comparable digit by digit.
+picture; every pixel shifted to mean zero, and all scaled by one number to unit variance; the first twenty-five people to train on, 103,500
+patches in a random order, and the last ten to test (theirs: thirty, of which five are for validation; the paper's 104 updates per epoch are
+of twenty-five). Their very rotations and crops are not published, so losses are close to theirs but not comparable digit by digit.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from foof.study.data.formats import Images, Labels, read_olivetti
 
-SIZE, SCALES, PER_PICTURE, TRAINING_PEOPLE, SEED = 25, (1.4, 1.8), 414, 30, 2006
+SIZE, SCALES, PER_PICTURE, SEED = 25, (1.4, 1.8), 414, 2006
+TRAIN, TEST = range(25), range(30, 40)  # people
 
 
 def read_faces(folder: Path, per_picture: int = PER_PICTURE) -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
@@ -28,8 +31,9 @@ def read_faces(folder: Path, per_picture: int = PER_PICTURE) -> tuple[tuple[Imag
     generator = torch.Generator().manual_seed(SEED)
     seen = patches(pictures, per_picture, generator)
     label = np.repeat(people, per_picture)
-    train = label < TRAINING_PEOPLE
-    return (seen[train], label[train]), (seen[~train], label[~train])
+    train, test = (np.flatnonzero(np.isin(label, who)) for who in (TRAIN, TEST))
+    train = train[torch.randperm(len(train), generator=generator).numpy()]  # the first of them are of all people
+    return (seen[train], label[train]), (seen[test], label[test])
 
 
 def patches(pictures: Images, per_picture: int, generator: torch.Generator) -> Images:
@@ -59,9 +63,9 @@ def _places(side: int, count: int, generator: torch.Generator) -> Tensor:
     return torch.stack(pixels, -1) * (2 / (side - 1)) - 1
 
 
-def standardise(train: Images, test: Images) -> tuple[Tensor, Tensor]:
-    """Every pixel shifted by its mean over the training images, all divided by one number: their average variance is 1."""
-    mean = train.mean(0, dtype=np.float64)
-    scale = np.sqrt(np.mean(train.astype(np.float32).var(0, dtype=np.float64)))
-    shifted = (torch.from_numpy(((x - mean) / scale).astype(np.float32)) for x in (train, test))
-    return next(shifted), next(shifted)
+def moments(train: Images) -> tuple[NDArray[np.float32], float]:
+    """What to shift every pixel by, its mean over the training images ``(1, 1, 25, 25)``, and the one number to divide all by: the root of
+    their average variance. Of brightness from 0 to 1."""
+    mean = train.mean(0, keepdims=True, dtype=np.float64) / 255
+    scale = np.sqrt(np.mean((train.astype(np.float32) / 255).var(0, dtype=np.float64)))
+    return mean.astype(np.float32), float(scale)

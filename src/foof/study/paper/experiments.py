@@ -10,17 +10,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foof.study.paper import published
+import torch
+
+from foof.study.paper import networks, published, searches
 from foof.study.paper.catalogue import CATALOGUE
 from foof.study.paper.claims import Claim, claims_of
 from foof.study.paper.rules import Found, decide
-from foof.study.paper.searches import RUNS, SGD
+from foof.study.paper.searches import SGD
 from foof.study.paper.toy import toy
 from foof.study.paper.verdicts import Ruling, Verdict
 from foof.study.search.grids import Get, RunAll, Search, look, tune_all
 from foof.study.search.presets import Preset
 from foof.study.search.store import Store
+from foof.study.train.run import missing_data
 
+RUNS = {**searches.RUNS, **networks.RUNS}
 TOY_CLAIMS = ("toy-sgd", "toy-foof")  # computed, not run
 OTHER_DATA_LATER = 10  # urgency: all of Fashion-MNIST comes before MNIST
 
@@ -36,13 +40,18 @@ class Experiment:
     labels: tuple[str, ...] | None = None  # only these curves; None: all
 
     @property
+    def again(self) -> bool:
+        """Is it a figure of Fashion-MNIST that the paper has for MNIST, too? Those of the convolutional half have data of their own."""
+        return self.dataset == "mnist" and not CATALOGUE[self.figure].nets
+
+    @property
     def title(self) -> str:
-        return CATALOGUE[self.figure].title + (" (MNIST)" if self.dataset == "mnist" and self.figure != "one-hidden" else "")
+        return CATALOGUE[self.figure].title + (" (MNIST)" if self.again and self.figure != "one-hidden" else "")
 
     @property
     def where(self) -> str:
         entry = CATALOGUE[self.figure]
-        return entry.mnist if self.dataset == "mnist" else entry.where
+        return entry.mnist if self.again else entry.where
 
     @property
     def claimed(self) -> str:
@@ -50,7 +59,7 @@ class Experiment:
 
     def searches(self, preset: Preset) -> dict[str, Search]:
         found = RUNS[self.figure](preset, self.dataset) if self.figure in RUNS else {}
-        if self.dataset != "fashion-mnist":  # for which alone the paper gives its settings
+        if self.again:  # on Fashion-MNIST, for which alone the paper gives its settings
             shown = {*needed(self.claims), *published.labels(self.figure, self.dataset)}
             found = {k: s for k, s in found.items() if k in shown}
             found = {k: replace(s, urgency=s.urgency + OTHER_DATA_LATER, known=len(s.grid) == 1) for k, s in found.items()}
@@ -84,13 +93,16 @@ def committed(preset: Preset) -> Path:
 
 
 def experiments_of(preset: Preset) -> dict[str, Experiment]:
-    """All experiments of a preset by id: `toy`, `fig1a`, ..., and `fig1a-mnist` where MNIST belongs to it."""
+    """All experiments of a preset by id: `toy`, `fig1a`, ..., `fig1a-mnist` where MNIST belongs to it, and its convolutional half."""
     found = []
     for dataset in preset.datasets:
         for figure, entry in CATALOGUE.items():
-            if entry.mnist if dataset == "mnist" else entry.where:
+            if not entry.nets and (entry.mnist if dataset == "mnist" else entry.where):
                 id_ = figure if dataset == "fashion-mnist" else f"{figure}-{dataset}"
-                found.append(Experiment(id_, figure, dataset, tuple(claims_of(figure, dataset))))
+                found.append(Experiment(id_, figure, dataset, tuple(claims_of(figure, dataset == "mnist"))))
+    if preset.nets:
+        figures = preset.nets.figures or [figure for figure, entry in CATALOGUE.items() if entry.nets]
+        found += [Experiment(figure, figure, networks.NEEDS[figure], tuple(claims_of(figure, again=False))) for figure in figures]
     return {e.id: e for e in found}
 
 
@@ -101,8 +113,8 @@ def chosen(names: Iterable[str], preset: Preset) -> list[Experiment]:
     for name in names:
         beginning = [e for id_, e in there.items() if name.startswith("fig") and id_.startswith(name)]
         matching = [there[name]] if name in there else beginning
-        claiming = [_only(e, c) for e in there.values() for c in e.claims if name == claim_id(c, e.dataset)]
-        claiming += [there["toy"]] if name in TOY_CLAIMS else []
+        claiming = [_only(e, c) for e in there.values() for c in e.claims if name == claim_id(c, e.again)]
+        claiming += [there["toy"]] if name in TOY_CLAIMS and "toy" in there else []
         if not matching and not claiming:
             known = ", ".join(there) + ", and the claims that `foof claims` lists"
             raise ValueError(f"no experiment and no claim of the preset {preset.name} is called {name!r}; there are {known}")
@@ -121,6 +133,13 @@ def _join(a: Experiment, b: Experiment) -> Experiment:
     if a.labels is None or b.labels is None:
         return a if a.labels is None else b
     return replace(a, claims=tuple(dict.fromkeys((*a.claims, *b.claims))), labels=tuple(dict.fromkeys((*a.labels, *b.labels))))
+
+
+def lacking(e: Experiment, preset: Preset) -> str:
+    """What an experiment needs that is not here, in words; empty if it can be run: its data, and a GPU for networks of the paper's size."""
+    if preset.centred and CATALOGUE[e.figure].nets and not torch.cuda.is_available():
+        return "a GPU"
+    return next((what for search in e.searches(preset).values() if (what := missing_data(search.base))), "")
 
 
 def needed(claims: Iterable[Claim]) -> set[str]:
@@ -168,9 +187,9 @@ def outcome(e: Experiment, preset: Preset, found: Found) -> Outcome:
     return Outcome(e, preset, found, [verdict(c, e, preset, found) for c in e.claims])
 
 
-def claim_id(claim: Claim, dataset: str) -> str:
-    """A claim's name on a data set: with the data set's where the claim is made for both."""
-    return f"{claim.id}-mnist" if dataset == "mnist" and claim.where else claim.id
+def claim_id(claim: Claim, again: bool) -> str:
+    """A claim's name: with the data set's where it is made for Fashion-MNIST and again for MNIST."""
+    return f"{claim.id}-mnist" if again and claim.where else claim.id
 
 
 def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdict:
@@ -179,10 +198,10 @@ def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdic
     if early and measured.conditions and all(found[label].best.steps > early for label in claim.rule.needs):
         then = ", ".join(str(c.effect) for c in decide(claim.rule, found, early).conditions)
         measured = replace(measured, text=f"{measured.text}\nat step {early:,}, where the published figure ends: ratio {then}")
-    mnist = e.dataset == "mnist"
-    says = claim.says + (" (MNIST)" if mnist and claim.where else "")
-    where = claim.mnist if mnist else claim.where
-    id_, rule = claim_id(claim, e.dataset), claim.rule.text()
+    says = claim.says + (" (MNIST)" if e.again and claim.where else "")
+    where = claim.mnist if e.again else claim.where
+    where += " (reduced)" if preset.reduced else ""
+    id_, rule = claim_id(claim, e.again), claim.rule.text()
     return Verdict(id_, where, says, measured.text, rule, measured.ruling, e.id, claim.about, measured.conditions, claim.changed)
 
 

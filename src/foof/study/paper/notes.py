@@ -1,5 +1,8 @@
 """What a reader must know of each experiment: where it departs from the paper, and what was found on the way."""
 
+from foof.study.paper.catalogue import CATALOGUE
+from foof.study.search.presets import Preset
+
 EVERY_TEN = "KFAC inverts every 10 steps instead of every step."
 FIRST_IMAGES = "The images are the first of the training set, not a random choice."
 LR_FOR_EACH = "A learning rate is searched for each λ."
@@ -88,9 +91,70 @@ FOUND: dict[str, str] = {  # on Fashion-MNIST at the paper's size
 }
 
 
-def note(figure: str, dataset: str, paper_size: bool, run: bool) -> str:
+# The convolutional half ------------------------------------------------------------------------------------------------
+
+IMAGES = "Images are flipped and cropped at random, momentum (0.9) starts with the second epoch, all methods have nine trials."
+CODED = (
+    "Losses are mean squared errors per pixel; what is minimised is half the sum of squares, whose Fisher KFAC takes. The paper does "
+        "not say "
+    "which methods have momentum here: SGD's is searched, the others have none, as in the fully connected half."
+)
+NETS: dict[str, str] = {
+    **dict.fromkeys(("fig5b", "fig5c", "figj16a", "figj16b", "amortised"), IMAGES),
+    "fig5a": "T = 500 and S = 10 as in the paper, whatever the size; time of one core, where the paper's is a GPU's.",
+    "fig5d": "The runs of Fig. 5C, with the same settings, as in the paper: weights averaged with a decay of 0.99 per step. The paper "
+        "takes its "
+    "decay from Grosse & Martens (2016) without naming it.",
+    **dict.fromkeys(("figj12a", "figj12b"), f"{IMAGES} Natural gradients have no momentum, and their Fisher is renewed every 10 steps, "
+          "as is "
+                    "that of subsampled KFAC."),
+    **dict.fromkeys(("figj14a", "figj14b"), f"{IMAGES} {RELEASED}"),
+    **dict.fromkeys(("figj17", "figj18"), f"{IMAGES} As many epochs at every batch size."),
+    **dict.fromkeys(("figj13a", "figj13b", "figj13c"), f"{CODED} Fishers of natural gradients and of subsampled KFAC are renewed every 10 "
+                    "steps."),
+    **dict.fromkeys(("figj15a", "figj15b", "figj15c"), f"{CODED} {RELEASED}"),
+    **dict.fromkeys(("figj19a", "figj20a", "figj21a", "figj22a", "figj22b", "figj22c"), CODED),
+    **dict.fromkeys(("figj19c", "figj20c", "figj21c"), "Measured twenty times along the KFAC runs of panel A, with their lr and λ."),
+    "bernoulli": "The loss of a pixel is the cross entropy of its brightness, from 0 to 1; inputs are normalised as elsewhere.",
+}  # fmt: skip
+MADE = {
+    "curves": "CURVES may not be redistributed: images are ours, a smooth curve through three random points; losses are not those of "
+        "CURVES.",
+    "faces": "Patches are ours, made of the Olivetti faces as those of FACES were said to be made; losses are close to those, not the "
+        "same.",
+}
+NOT_EMBEDDED = (
+    "Neither CIFAR-10 nor MNIST comes with the package: at this size the network is small, and trained on the embedded Fashion-MNIST, "
+        "with three "
+    "learning rates for each method. The figure itself, and all others of the convolutional half, are those of the preset reduced."
+)
+SMALL = "Reduced: beside the published curves, not in place of them; neither steps nor losses are to be compared."
+REDUCED: dict[str, str] = {
+    "resnet": f"{SMALL} ResNet18 of width 8 instead of 64, the first 2,000 images instead of 50,000, batches of 50, 10 epochs instead "
+        "of 50; "
+    "inverted once per epoch (T = 40), as in the paper.",
+    "vgg": f"{SMALL} VGG11 of width 8 instead of 64, the first 2,000 images instead of 73,257, batches of a quarter of the paper's, 10 "
+        "epochs "
+    "instead of 50; T = 20, S = 10.",
+    "codes": f"{SMALL} Half the width, batches of 500 instead of 1,000, 600 steps instead of 4,000 to 12,000; inverted every 10 "
+        "steps with "
+    "statistics of 2 of them.",
+}
+
+
+def net_note(figure: str, dataset: str, preset: Preset) -> str:
+    """All there is to say about a figure of the convolutional half."""
+    kind = "codes" if dataset in ("mnist", "curves", "faces") else "vgg" if dataset == "svhn" else "resnet"
+    parts = [NETS.get(figure), MADE.get(dataset) if preset.reduced or preset.centred else None]
+    parts.append(REDUCED[kind] if preset.reduced else NOT_EMBEDDED if not preset.centred else None)
+    return " ".join(filter(None, parts))
+
+
+def note(figure: str, dataset: str, preset: Preset, run: bool) -> str:
     """All there is to say about an experiment at a size; what was found only if it was `run`."""
-    parts = [DEPARTURES.get(figure), (PAPER_SIZE if paper_size else SMALLER).get(figure)]
-    if paper_size and run and dataset == "fashion-mnist":
+    if CATALOGUE[figure].nets:
+        return net_note(figure, dataset, preset)
+    parts = [DEPARTURES.get(figure), (PAPER_SIZE if preset.centred else SMALLER).get(figure)]
+    if preset.centred and run and dataset == "fashion-mnist":
         parts.append(FOUND.get(figure))
     return " ".join(filter(None, parts))

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from foof.study.paper import networks as n
 from foof.study.paper import searches as r
+from foof.study.paper.catalogue import NUMBERS
 
 DATA = Path(__file__).parent / "published.json.gz"
 
@@ -60,6 +62,30 @@ OURS: dict[str, dict[str, str]] = {
     "fig4b": {"KFAC T=1": r.KFAC, "FOOF T=1": r.FOOF_10, "FOOF T=100": r.FOOF, **SGD_NAMES},
     "fig4c": {"KFAC": r.KFAC, "FOOF (lambda_A from KFAC)": r.FOOF_LAMBDA_A},
 }  # fmt: skip
+# The convolutional half: figure, panel, and published label to ours. Curves over epochs are shown over steps, as ours are.
+ALL = {"FOOF": r.FOOF, "KFAC": r.KFAC, "SGD+M": r.SGD, "Adam": r.ADAM}
+SUBSAMPLED = {"KFAC SubS": r.KFAC_ONE_BATCH, "KFAC Sub-S.": r.KFAC_ONE_BATCH, "Nat SubS": r.NATURAL, "Natural SubS": r.NATURAL}
+DAMPED = {"KFAC correct damp.": r.RELEASED, "KFAC correct damp": r.RELEASED, "KFAC heuristic": r.KFAC}
+PANELS = {"a": "left", "b": "middle", "c": "right"}
+BATCH_SIZES = dict(zip((128, 256, 512, 1024), n.BATCHES, strict=True))
+NETS: dict[str, list[tuple[str, str, dict[str, str]]]] = {
+    **{f"fig5{x}": [("5", x.upper(), ALL)] for x in "bcd"},
+    **{f"figj12{x}": [("J.12", side, {**ALL, **SUBSAMPLED})] for x, side in (("a", "left"), ("b", "right"))},
+    **{f"figj14{x}": [("J.14", side, {**ALL, **DAMPED})] for x, side in (("a", "left"), ("b", "right"))},
+    **{f"figj16{x}": [("J.16", side, ALL)] for x, side in (("a", "left"), ("b", "right"))},
+    **{f"figj13{x}": [("J.13", side, {**ALL, **SUBSAMPLED})] for x, side in PANELS.items()},
+    **{f"figj15{x}": [("J.15", side, {**ALL, **DAMPED})] for x, side in PANELS.items()},
+    **{f"figj22{x}": [("J.22", side, {**ALL, **dict.fromkeys(("KFAC Emp.", "KFAC Emp. (solid)", "KFAC Emp. (dotted)"), n.EMPIRICAL)})]
+       for x, side in PANELS.items()},
+    **{f"figj{k}a": [(f"J.{k}", "A", ALL)] for k in NUMBERS.values()},
+    **{f"figj{k}c": [(f"J.{k}", x, {"KFAC": r.KFAC, "FOOF (lambda_A from KFAC)": r.FOOF_LAMBDA_A}) for x in "BC"]
+       for k in NUMBERS.values()},
+    "figj17": [("J.17", f"batch {size}", {name: n.label_17(ours, b) for name, ours in ALL.items()}) for size, b in BATCH_SIZES.items()],
+    "figj18": [("J.18", name, {f"batch {size}": n.label_17(ALL[name], b) for size, b in BATCH_SIZES.items()})
+               for name in ("SGD+M", "KFAC", "FOOF")],
+}  # fmt: skip
+PER_EPOCH = {"FACES": 104, "MNIST": 60, "CURVES": 20}  # updates, by the spacing of published points
+SVHN_IMAGES = 73_257
 MNIST_FIGURES = {"1": "J.8", "2": "J.9", "3": "J.10", "4": "J.11", "I.6": "I.7"}
 SMOOTHED = 0.9  # where the coefficient could not be determined, curves behave like this one
 
@@ -75,6 +101,8 @@ def panels(figure: str, dataset: str) -> list[Panel]:
         names = {"A": "independent", "B": "same"}
         return [_panel("I.6", letter, dataset, {"damp 1e-4": r.label_i(batch, "low"), "damp 1e2": r.label_i(batch, "high")}, SMOOTHED)
                 for letter, batch in names.items()]  # fmt: skip
+    if figure in NETS:
+        return [_net_panel(*which) for which in NETS[figure]]
     if figure not in OURS:
         return []
     number, letter = figure[3], figure[4].upper()
@@ -93,6 +121,26 @@ def _panel(number: str, letter: str, dataset: str, ours: dict[str, str], keep: f
     return Panel(f"{number}{letter}", found["keep"] or keep, series)
 
 
+def _net_panel(number: str, panel: str, ours: dict[str, str]) -> Panel:
+    found = _panels()[number, panel]
+    series = tuple(
+        Series(ours[s["label"]], s["label"], _steps(found, s), s["y"], s.get("y_lo", []), s.get("y_hi", []))
+        for s in found["series"] if s["label"] in ours
+    )  # fmt: skip
+    return Panel(f"{number} {panel}" if len(panel) > 1 else f"{number}{panel}", 0.0, series)
+
+
+def _steps(panel: dict, series: dict) -> list[float]:
+    """Published epochs, of autoencoders and of SVHN, as updates."""
+    name = panel["dataset"].partition(" ")[0]
+    if name in PER_EPOCH:
+        return [PER_EPOCH[name] * x for x in series["x"]]
+    if name == "SVHN,":
+        size = int((panel["panel"] if panel["figure"] == "J.17" else series["label"]).removeprefix("batch "))
+        return [x * SVHN_IMAGES / size for x in series["x"]]
+    return series["x"]
+
+
 def _from_one(steps: list[float]) -> list[float]:
     """Published steps that count from 0 by ones, as those of full batches, are our 1, 2, ..."""
     return [x + 1 for x in steps] if steps[:2] == [0, 1] else steps
@@ -100,7 +148,7 @@ def _from_one(steps: list[float]) -> list[float]:
 
 def labels(figure: str, dataset: str) -> set[str]:
     """Our names of the published curves of a figure."""
-    if figure == "fig4a":
+    if figure in ("fig4a", "fig5a"):
         return set(seconds_per_epoch(dataset))
     return {series.label for panel in panels(figure, dataset) for series in panel.series}
 
@@ -113,7 +161,9 @@ def mean(figure: str, label: str, first: float, last: float) -> float:
 
 
 def seconds_per_epoch(dataset: str) -> dict[str, float]:
-    """The bars of Fig. 4A."""
+    """The bars of Fig. 4A, or of Fig. 5A."""
+    if dataset == "cifar-10":
+        return {ALL.get(s["label"], r.SGD): s["y"][0] for s in _panels()["5", "A"]["series"]}
     found = _panels()["J.11" if dataset == "mnist" else "4", "A"]
     bars = {(s["label"], at): y for s in found["series"] for at, y in zip(s["x"], s["y"], strict=True)}
     named = {f"{m}, T = {at.removeprefix('T=')}": y for (m, at), y in bars.items() if m != "SGD"}

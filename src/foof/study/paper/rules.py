@@ -40,8 +40,17 @@ def _final(name: str) -> Callable[[Record, int | None], float]:
     return value
 
 
-def _test_error(record: Record, until: int | None = None) -> float:
-    return 1 - record.final.get("test_accuracy", math.nan)
+def _error(name: str) -> Callable[[Record, int | None], float]:
+    def value(record: Record, until: int | None = None) -> float:
+        return 1 - record.final.get(name, math.nan)
+
+    return value
+
+
+def _averaged(record: Record, until: int | None = None) -> float:
+    """The loss of averaged weights over the last tenth of the steps: infinite if the run diverged."""
+    named = {**record.series, "loss": record.series.get("averaged_loss", [])}
+    return replace(record, series=named).end_loss(until) if named["loss"] else math.nan
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,15 @@ QUANTITIES: dict[str, Quantity] = {
     "loss": Quantity("training loss", Record.end_loss),
     "train_loss": Quantity("loss on all training images", _final("train_loss")),
     "test_accuracy": Quantity("test accuracy", _final("test_accuracy"), 100, " %"),
-    "test_error": Quantity("share of test images mistaken", _test_error, 100, " %"),
+    "test_error": Quantity("share of test images mistaken", _error("test_accuracy"), 100, " %"),
+    "averaged_loss": Quantity("training loss of averaged weights", _averaged),
+    "averaged_test_error": Quantity("share of test images mistaken, weights averaged", _error("averaged_test_accuracy"), 100, " %"),
     "similarity": Quantity("cosine with FOOF's update", _mean_of("similarity", late=True)),
     "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease", late=False), 100, " %"),
     "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without", late=False), 100, " %"),
     "cpu_per_step": Quantity("time per step on one core", _final("cpu_per_step"), 1000, " ms"),
 }
+LOSSES = ("loss", "averaged_loss")  # what settings are chosen by
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,7 @@ def _both(a: Term, b: Term, found: Found, until: int | None) -> int | None:
 
 def _at(term: Term, until: int | None) -> str:
     """Which step losses are of, where it is not the last one of both."""
-    return f"; at step {until:,}" if until and term.quantity == "loss" else ""
+    return f"; at step {until:,}" if until and term.quantity in LOSSES else ""
 
 
 @dataclass(frozen=True)
@@ -145,7 +157,7 @@ class Between:
         e = effect(self.a.values(found, until), self.b.values(found, until))
         says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
         condition = Condition(e, self.low, self.high)
-        may_change = self.a.quantity == "loss" and (self._may_still_gain(condition, found) or self._chosen_elsewhere(condition, found))
+        may_change = self.a.quantity in LOSSES and (self._may_still_gain(condition, found) or self._chosen_elsewhere(condition, found))
         ruling = Ruling.UNDECIDED if may_change else condition.ruling
         return Measured(f"{'; '.join(says)}; ratio {e}{_at(self.a, until)}", ruling, (condition,))
 

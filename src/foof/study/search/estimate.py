@@ -11,13 +11,27 @@ from foof.study.train.setting import Record, Setting
 RATE = 7e10  # multiplications and additions per second of one core in large products
 TOUCH = 3e-9  # seconds per parameter and step that no product explains
 EIGEN = 8  # products of the matrix's size that its eigenvectors cost
-PIXELS = {"fashion-mnist": 784, "mnist": 784, "olivetti": 4096, "cifar-10": 3072, "cifar-100": 3072, "svhn": 3072}
+PIXELS = {"fashion-mnist": 784, "mnist": 784, "olivetti": 4096, "cifar-10": 3072, "cifar-100": 3072, "svhn": 3072,
+          "faces": 625}  # fmt: skip
 IMAGES = {"embedded": 6000}
+
+
+# Of convolutional networks: multiplications and additions of one image's forward pass at width 1, where all layers have few channels, and
+# how much slower than large products they are done
+CONVOLUTIONS = {"resnet18": 1.4e5, "resnet18-no-norm": 1.4e5, "vgg11": 3.7e4}
+CONVOLUTION_RATE = 1.7e10
+OVER_SGD = {"foof": 1.25, "kfac": 1.5, "natural": 4.0}  # a convolutional step of other methods
 
 
 def core_seconds(setting: Setting) -> float:
     """A run's training time on one core."""
-    sizes = (PIXELS.get(setting.dataset, 784), *setting.hidden, 10)
+    if setting.model in CONVOLUTIONS:
+        work = 3 * CONVOLUTIONS[setting.model] * setting.hidden[0] ** 2 * (setting.batch_size or setting.train_size or 1)
+        return setting.steps * OVER_SGD.get(setting.optimizer.partition("-")[0], 1.0) * work / CONVOLUTION_RATE
+    pixels = PIXELS.get(setting.dataset, 784)
+    sizes = (pixels, *setting.hidden, 10)
+    if setting.model == "autoencoder":
+        sizes = (pixels, *setting.hidden, *reversed(setting.hidden[:-1]), pixels)
     layers = list(pairwise(sizes))
     N = setting.batch_size or setting.train_size or IMAGES.get(setting.source, 60_000)
     weights = sum(m * n for m, n in layers)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_all_start_methods, get_context, parent_process
+from pathlib import Path
 from threading import Thread
 
 import torch
@@ -21,6 +22,7 @@ from foof.study.search.store import Store
 from foof.study.train.run import run
 from foof.study.train.setting import Record, Setting
 
+UNFINISHED = "unfinished"  # beside the store: states of runs of more than a minute, which go on from there
 ATTEMPTS = 3  # how often a setting may be in the hands of a worker that dies
 Notify = Callable[[Record, bool], None]  # called with every record, and whether it was run just now
 
@@ -56,7 +58,8 @@ def sweep(
             missing.append(setting)
         elif notify:
             notify(record, False)
-    results = _on_dask(missing, scheduler) if scheduler else _on_cores(missing, workers or os.cpu_count() or 1)
+    unfinished = None if str(store.path) == ":memory:" else store.path.parent / UNFINISHED
+    results = _on_dask(missing, scheduler) if scheduler else _on_cores(missing, workers or os.cpu_count() or 1, unfinished)
     try:
         for record in results:
             store.put(record)
@@ -100,14 +103,14 @@ def _stop(pool: ProcessPoolExecutor) -> None:
         process.join()
 
 
-def _on_cores(settings: Sequence[Setting], workers: int) -> Generator[Record, None, None]:
+def _on_cores(settings: Sequence[Setting], workers: int, unfinished: Path | None) -> Generator[Record, None, None]:
     """Records as they finish. A worker that dies breaks its pool: a new one does again what was lost."""
     left = dict.fromkeys(settings)
     attempts: Counter[Setting] = Counter()
     while left:
         pool = _pool(min(workers, len(left)))
         try:
-            yield from _drain(pool, left, attempts, workers)
+            yield from _drain(pool, left, attempts, workers, unfinished)
         except BrokenProcessPool:
             hopeless = [s for s in left if attempts[s] >= ATTEMPTS]
             if hopeless:
@@ -119,14 +122,16 @@ def _on_cores(settings: Sequence[Setting], workers: int) -> Generator[Record, No
             _stop(pool)
 
 
-def _drain(pool: ProcessPoolExecutor, left: dict[Setting, None], attempts: Counter[Setting], workers: int) -> Iterator[Record]:
+def _drain(
+    pool: ProcessPoolExecutor, left: dict[Setting, None], attempts: Counter[Setting], workers: int, unfinished: Path | None
+) -> Iterator[Record]:
     """Keep one setting per worker in flight, so that a death is blamed only on settings that were running."""
     flying: dict[Future[Record], Setting] = {}
     queue = iter(list(left))
     while True:
         while len(flying) < workers and (setting := next(queue, None)) is not None:
             attempts[setting] += 1
-            flying[pool.submit(run, setting)] = setting
+            flying[pool.submit(run, setting, unfinished=unfinished)] = setting
         if not flying:
             return
         for future in wait(flying, return_when=FIRST_COMPLETED).done:

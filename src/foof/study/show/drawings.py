@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from foof.study.paper import published
 from foof.study.paper.catalogue import CATALOGUE
 from foof.study.paper.experiments import Outcome
-from foof.study.paper.rules import Found, Term
+from foof.study.paper.rules import LOSSES, Found, Term
 from foof.study.paper.searches import FOOF_LAMBDA_A, KFAC
 from foof.study.paper.toy import Toy, toy
 from foof.study.paper.verdicts import Spread, spread
@@ -107,27 +107,49 @@ def _behind(panel: published.Panel | None) -> list[Curve]:
     return [Curve(s.label, s.x, s.y, s.low or s.y, s.high or s.y, 3, s.published_as) for s in panel.series]
 
 
+def _marked(heading: str, preset: Preset) -> str:
+    """A heading that says of its own that this is smaller than the paper's figure."""
+    return f"{heading} ({preset.mark})" if preset.mark else heading
+
+
+def _published_alone(figure: str, dataset: str, preset: Preset, y: str, log: bool = True) -> list[Drawing]:
+    """The published panels as drawings of their own, beside runs of another size: neither steps nor losses are to be compared."""
+    if not preset.reduced:
+        return []
+    return [Curves(f"Published, at the paper's scale: Fig. {panel.name}", _behind(panel), y=y, log=log)
+            for panel in published.panels(figure, dataset)]  # fmt: skip
+
+
 def _searched(found: Found) -> list[Drawing]:
     grids = {label: t for label, t in found.items() if len(t.tried) > 1}
     return [Map(grids)] if grids else []
 
 
-def losses(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+def losses(figure: str, dataset: str, found: Found, preset: Preset, series: str = "loss") -> list[Drawing]:
     """Mini-batch losses, processed as the published ones were; one drawing for each published panel."""
     until = preset.early if CATALOGUE[figure].early else None
-    panels: list[published.Panel | None] = [*published.panels(figure, dataset)] if preset.centred else []
+    several = len(published.panels(figure, dataset)) > 1
+    panels: list[published.Panel | None] = [*published.panels(figure, dataset)] if preset.centred or (preset.reduced and several) else []
     drawn: list[Drawing] = []
     for panel in panels or [None]:
         names = {s.label for s in panel.series} if panel and len(panels) > 1 else set(found)
         mine = {label: t for label, t in found.items() if label in names}
-        keep = panel.keep if panel else 0.9
+        if not mine:
+            continue
+        keep = panel.keep if panel else 0.0 if CATALOGUE[figure].nets else 0.9
         long = mine and min(len(r.series["step"]) for t in mine.values() for r in t.records) >= POINTS_TO_SMOOTH
         keep = keep if long else 0.0
-        curves = [curve(t.records, label, keep=keep, until=until) for label, t in mine.items()]
+        curves = [curve(t.records, label, series, keep, until) for label, t in mine.items()]
         what = "Training loss" if figure in ("fig1d", "fig2a", "fig2c") else "Training loss of mini-batches"
-        heading = what + (f", smoothed as in the paper ({keep:g})" if keep else "")
-        drawn.append(Curves(heading + (f", Fig. {panel.name}" if len(panels) > 1 and panel else ""), curves, _behind(panel)))
-    return [*drawn, *_searched(found)]
+        heading = what + (", weights averaged" if series != "loss" else "") + (f", smoothed as in the paper ({keep:g})" if keep else "")
+        heading = _marked(heading + (f", as in Fig. {panel.name}" if len(panels) > 1 and panel else ""), preset)
+        drawn.append(Curves(heading, curves, _behind(panel) if preset.centred else []))
+    return [*drawn, *_published_alone(figure, dataset, preset, "training loss"), *_searched(found)]
+
+
+def averaged(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+    """Losses of averaged weights; how they were chosen stands with the plain ones."""
+    return [d for d in losses(figure, dataset, found, preset, "averaged_loss") if not isinstance(d, Map)]
 
 
 def similarities(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
@@ -140,8 +162,10 @@ def decreases(figure: str, dataset: str, found: Found, preset: Preset) -> list[D
     records = found[KFAC].records
     curves = [curve(records, KFAC, "decrease", x="measured_at"),
               curve(records, FOOF_LAMBDA_A, "decrease_without", x="measured_at")]  # fmt: skip
-    behind = _behind(published.panels(figure, dataset)[0]) if preset.centred else []
-    return [Curves("Share of the mini-batch's loss that one update removes", curves, behind, "relative decrease", log=False)]
+    behind = _behind(published.panels(figure, dataset)[-1]) if preset.centred else []
+    heading = _marked("Share of the mini-batch's loss that one update removes", preset)
+    alone = _published_alone(figure, dataset, preset, "relative decrease", log=False)
+    return [Curves(heading, curves, behind, "relative decrease", log=False), *alone]
 
 
 def times(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
@@ -151,7 +175,8 @@ def times(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawi
     ours = {label: Spread(s.mean / sgd, s.deviation / sgd, s.n) for label, s in each.items()}
     paper = published.seconds_per_epoch(dataset)
     theirs = {label: value / next(iter(paper.values())) for label, value in paper.items()}
-    return [Bars("Time per step, relative to SGD (ours: one core; published: a GPU)", "times SGD", ours, theirs, log=True)]
+    heading = _marked("Time per step, relative to SGD (ours: one core; published: a GPU)", preset)
+    return [Bars(heading, "times SGD", ours, theirs, log=True)]
 
 
 def accuracies(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
@@ -165,6 +190,7 @@ DRAW: dict[str, Callable[[str, str, Found, Preset], list[Drawing]]] = {
     "decrease": decreases,
     "time": times,
     "accuracy": accuracies,
+    "averaged": averaged,
 }
 
 
@@ -191,7 +217,9 @@ class Comparison:
         return self.ours.mean / self.published
 
 
-SERIES = {"fig3b": {"": "similarity"}, "fig4c": {KFAC: "decrease", FOOF_LAMBDA_A: "decrease_without"}}
+DECREASES = {KFAC: "decrease", FOOF_LAMBDA_A: "decrease_without"}
+SERIES = {"fig3b": {"": "similarity"}, "fig4c": DECREASES, "fig5d": {"": "averaged_loss"},
+          **dict.fromkeys(("figj19c", "figj20c", "figj21c"), DECREASES)}  # fmt: skip
 
 
 def compare(figure: str, dataset: str, found: Found) -> list[Comparison]:
@@ -199,13 +227,13 @@ def compare(figure: str, dataset: str, found: Found) -> list[Comparison]:
     rows = []
     for panel in published.panels(figure, dataset):
         for series in panel.series:
-            tuned = found.get(KFAC if figure == "fig4c" else series.label)
+            tuned = found.get(KFAC if SERIES.get(figure) is DECREASES else series.label)
             if tuned is None:
                 continue
             names = SERIES.get(figure, {"": "loss"})
             name = names.get(series.label, names.get("", "loss"))
             step, theirs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if x <= max(tuned.best.steps, series.x[0])][-1]
-            if name != "loss":
+            if name not in LOSSES:
                 theirs = statistics.fmean(y for x, y in zip(series.x, series.y, strict=True) if 0.9 * step < x <= step)
             values = spread(_at(r, name, step, panel.keep) for r in tuned.records)
             rows.append(Comparison(panel.name, series.label, step, theirs, values))
@@ -214,10 +242,10 @@ def compare(figure: str, dataset: str, found: Found) -> list[Comparison]:
 
 def _at(record: Record, name: str, step: float, keep: float) -> float:
     """A record's processed value at a step, or at the last one before it; of measured quantities the mean of the tenth before."""
-    xs, ys = record.series["step" if name == "loss" else "measured_at"], record.series.get(name, [])
+    xs, ys = record.series["step" if name in LOSSES else "measured_at"], record.series.get(name, [])
     if record.status != "finished" and (not xs or xs[-1] < step - record.setting.log_every):
         return math.inf
-    if name != "loss":
+    if name not in LOSSES:
         return statistics.fmean([y for x, y in zip(xs, ys, strict=True) if 0.9 * step < x <= step] or [math.nan])
     upto = [y for x, y in zip(xs, plots.smooth(ys, keep), strict=True) if x <= max(step, 1)]
     return upto[-1] if upto else math.nan

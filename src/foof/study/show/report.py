@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from foof.study.paper.answers import Answer, answers
+from foof.study.paper.catalogue import CATALOGUE
 from foof.study.paper.experiments import Experiment, Outcome, recall, remembered
 from foof.study.paper.notes import note
 from foof.study.paper.rules import Term
@@ -63,10 +65,24 @@ def _row(label: str, tuned: Tuned, until: int | None) -> dict[str, str]:
         "learning rate": f"{best.lr:g}" + (" (edge of grid)" if tuned.on_edge else ""),
         "damping λ": _damping(best) or "–",
         "tried, one seed": _tried(tuned),
-        "test accuracy": f"{100 * of(tuned.records, 'test_accuracy').mean:.2f} %",
+        "test accuracy": _percent(of(tuned.records, "test_accuracy").mean),
         "ms per step, one core": str(spread(times)) if times else "–",
         "options": ", ".join(f"{k} = {v}" for k, v in best.options) or "–",
     }
+
+
+def _percent(share: float) -> str:
+    """Nothing where there are no classes."""
+    return "–" if math.isnan(share) else f"{100 * share:.2f} %"
+
+
+def _network(s: Setting) -> str:
+    """What a setting trains, in words."""
+    if s.model == "mlp":
+        return "-".join(map(str, ("pixels", *s.hidden, "classes")))
+    if s.model == "autoencoder":
+        return "-".join(map(str, ("pixels", *s.hidden, *reversed(s.hidden[:-1]), "pixels")))
+    return f"{s.model.removesuffix('-no-norm')} of width {s.hidden[0]}" + (" without batch norm" if s.model.endswith("no-norm") else "")
 
 
 def _damping(s: Setting) -> str:
@@ -96,9 +112,15 @@ def _setup(outcome: Outcome) -> str:
 
     images = each(f"{r.environment.get('train_records', 0):,}" for t in outcome.found.values() for r in t.records[:1])
     return (
-        f"{images} images, network {each('-'.join(map(str, ('pixels', *s.hidden, 'classes'))) for s in bests)}, "
+        f"{images} images{_of(outcome)}, network {each(map(_network, bests))}, "
         f"batches of {each(s.batch_size or 'all' for s in bests)}, {each(f'{s.steps:,}' for s in bests)} steps."
     )
+
+
+def _of(outcome: Outcome) -> str:
+    """Of which data set, where that does not go without saying."""
+    names = dict.fromkeys(t.best.dataset for t in outcome.found.values())
+    return f" of {' or '.join(names)}" if CATALOGUE[outcome.experiment.figure].nets else ""
 
 
 def section(outcome: Outcome) -> Section:
@@ -113,8 +135,9 @@ def section(outcome: Outcome) -> Section:
     figures = [d.figure() for d in draw(outcome)]
     runs_here = e.figure == "toy" or e.searches(preset)
     rerun = f"foof reproduce {e.id} --preset {preset.name if runs_here else 'paper'}"
-    said = " ".join(filter(None, (_setup(outcome), note(e.figure, e.dataset, preset.centred, bool(outcome.found)))))
-    return Section(e.id, e.title, e.where, e.claimed, figures, rows, rerun, said, compared)
+    said = " ".join(filter(None, (_setup(outcome), note(e.figure, e.dataset, preset, bool(outcome.found)))))
+    title = f"{e.title} ({preset.mark})" if preset.mark else e.title
+    return Section(e.id, title, e.where, e.claimed, figures, rows, rerun, said, compared)
 
 
 def _records(outcomes: Iterable[Outcome]) -> list[Record]:
@@ -169,7 +192,7 @@ def first_screen(preset: Preset, outcomes: Sequence[Outcome], beside: Sequence[O
 
 def render(
     found: Sequence[Line], sections: Sequence[Section], said: dict[str, str], first: FirstScreen, top: Headline | None = None,
-    waiting: Sequence[Section] = (), tuning: Sequence[Trials] = (),
+    waiting: Sequence[Section] = (), tuning: Sequence[Trials] = (), mark: str = "",
 ) -> str:  # fmt: skip
     """The page as text. It loads nothing from the network."""
     env = Environment(loader=PackageLoader("foof.study.show"), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -177,7 +200,7 @@ def render(
     return env.get_template("report.html").render(
         lines=found, sections=sections, waiting=waiting, facts=said, rulings=[(r, counts[r]) for r in Ruling], headline=top,
         figure_json=_figure_json, label=_label, plotly_js=get_plotlyjs(), groups=first.groups, answers=first.answers,
-        board_preset=first.preset, brief=brief, bar=bar_svg, trials=tuning, not_run=sum(not line.shown for line in found),
+        board_preset=first.preset, brief=brief, bar=bar_svg, trials=tuning, not_run=sum(not line.shown for line in found), mark=mark,
     )  # fmt: skip
 
 
@@ -198,7 +221,7 @@ def write(path: Path, outcomes: Sequence[Outcome], preset: Preset, beside: Seque
     shown, waiting = [s for s in sections if s.figures], [s for s in sections if not s.figures]
     top = headline(((PRESETS["paper"], beside), (preset, outcomes)))
     first, tuning = first_screen(preset, outcomes, beside), trials(outcomes)
-    text = render(lines(outcomes, beside), shown, facts(outcomes, preset), first, top, waiting, tuning)
+    text = render(lines(outcomes, beside), shown, facts(outcomes, preset), first, top, waiting, tuning, preset.mark)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     partial.write_text(text, encoding="utf-8")
@@ -219,7 +242,7 @@ def write_claims(path: Path, outcomes: Sequence[Outcome]) -> Path:
 
 
 def write_svgs(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
-    """Every drawing that has one as an SVG file, and those of Figs. 1-4 together, for papers and pages without scripts."""
+    """Every drawing that has one as an SVG file, and the panels of each figure together, for papers and pages without scripts."""
     folder.mkdir(parents=True, exist_ok=True)
     texts: dict[str, str] = {}
     figures: dict[str, dict[str, str]] = {}
@@ -227,8 +250,8 @@ def write_svgs(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
         drawn = [text for d in draw(o) if (text := d.svg())]
         texts |= {o.experiment.id + (f"-{i + 1}" if len(drawn) > 1 else ""): text for i, text in enumerate(drawn)}
         panel, _, dataset = o.experiment.id.partition("-")
-        if panel.startswith("fig") and drawn:
-            figures.setdefault(panel[:4] + (f"-{dataset}" if dataset else ""), {})[panel[4:].upper()] = drawn[0]
+        if (parts := re.fullmatch(r"(figj?\d+)([a-d])", panel)) and drawn:
+            figures.setdefault(parts[1] + (f"-{dataset}" if dataset else ""), {})[parts[2].upper()] = drawn[0]
     texts |= {name: side_by_side(panels) for name, panels in figures.items()}
     for name, text in texts.items():
         (folder / f"{name}.svg").write_text(text, encoding="utf-8")

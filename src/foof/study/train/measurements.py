@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from foof.optim import KFAC
 from foof.study.train import updates
+from foof.study.train.objectives import Objective
 
 
 @dataclass
@@ -22,10 +22,11 @@ class Moment:
     optimizer: torch.optim.Optimizer
     batch: tuple[Tensor, Tensor]
     loss: float  # of the batch, before the update
+    objective: Objective
 
     @torch.no_grad()
     def batch_loss(self) -> Tensor:
-        return cross_entropy(self.model(self.batch[0]), self.batch[1])
+        return self.objective.loss(self.model(self.batch[0]), self.batch)
 
 
 def _progress(moment: Moment) -> float:

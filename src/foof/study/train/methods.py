@@ -18,7 +18,13 @@ from foof.tap import Tap, Visit
 # Options that the run itself reads; all others go to the optimizer.
 #   initialise: batches of statistics before training; measure_every: steps between measurements (default: log_every)
 #   same_batch: natural gradients take their Fisher from the gradient's batch; fisher_batch: D, else the batch size
-STUDY_OPTIONS = {"initialise": int, "measure_every": int, "same_batch": bool, "fisher_batch": int}
+#   augment: flips and padded crops; polyak: the decay of averaged weights; momentum_after: epochs without momentum
+#   train_norm: train batch norm's parameters (else SGD and Adam do); likelihood: of an autoencoder
+STUDY_OPTIONS = {
+    "initialise": int, "measure_every": int, "same_batch": bool, "fisher_batch": int, "augment": bool, "polyak": float,
+    "momentum_after": int, "train_norm": bool, "likelihood": str,
+}  # fmt: skip
+IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number with a point", str: "a name"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,12 @@ def _options(setting: Setting) -> dict:
     return {k: v for k, v in setting.options if k not in STUDY_OPTIONS}
 
 
+def _fisher(setting: Setting) -> dict:
+    """Those of methods that have a Fisher: its likelihood is that of the loss."""
+    likelihood = setting.option("likelihood", "gaussian") if setting.model == "autoencoder" else "categorical"
+    return {"likelihood": likelihood, **_options(setting)}
+
+
 def _sgd(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=setting.lr, **_options(setting))
 
@@ -47,21 +59,20 @@ def _adam(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=setting.lr, **_options(setting))
 
 
-def _neurons(name: str) -> Callable[[nn.Module, Setting], torch.optim.Optimizer]:
-    """An optimizer of this library, which all take lr and damping."""
+def _foof(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    return foof.FOOF(model, lr=setting.lr, damping=setting.damping, **_options(setting))
 
-    def build(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-        return getattr(foof, name)(model, lr=setting.lr, damping=setting.damping, **_options(setting))
 
-    return build
+def _natural(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    return foof.NaturalGradient(model, lr=setting.lr, damping=setting.damping, **_fisher(setting))  # type: ignore[arg-type]
 
 
 def _kfac(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    return ablations.kfac(model, setting.lr, setting.damping, **_options(setting))  # type: ignore[arg-type]
+    return ablations.kfac(model, setting.lr, setting.damping, **_fisher(setting))  # type: ignore[arg-type]
 
 
 def _kfac_transposed(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    return ablations.kfac(model, setting.lr, setting.damping, damping_mode="transposed", **_options(setting))  # type: ignore[arg-type]
+    return ablations.kfac(model, setting.lr, setting.damping, damping_mode="transposed", **_fisher(setting))  # type: ignore[arg-type]
 
 
 class PerDatapointFOOF(torch.optim.SGD):
@@ -92,9 +103,9 @@ def _per_datapoint(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
 METHODS: dict[str, Method] = {
     "sgd": Method("SGD", _sgd, (0.1, None)),
     "adam": Method("Adam", _adam, (3e-4, None)),
-    "foof": Method("FOOF", _neurons("FOOF"), (0.3, 1.0), initialised=True),
+    "foof": Method("FOOF", _foof, (0.3, 1.0), initialised=True),
     "kfac": Method("KFAC", _kfac, (3e-3, 1e-2), initialised=True),
-    "natural": Method("Natural gradient", _neurons("NaturalGradient"), (1e-4, 1e-2)),
+    "natural": Method("Natural gradient", _natural, (1e-4, 1e-2)),
     "kfac-transposed": Method("KFAC, standard damping as released", _kfac_transposed, (1e-3, 1e-2), initialised=True),
     "foof-per-datapoint": Method("FOOF per datapoint", _per_datapoint, (30.0, 1.0)),
 }
@@ -109,8 +120,7 @@ def method(setting: Setting) -> Method:
         raise ValueError(f"{found.title} {'needs a' if found.damped else 'has no'} damping, but it is {setting.damping}")
     for name, given in setting.options:
         if name in STUDY_OPTIONS and type(given) is not STUDY_OPTIONS[name]:
-            needed = "true or false" if STUDY_OPTIONS[name] is bool else "a whole number"
-            raise ValueError(f"the option {name} should be {needed}, but it is {given!r}")
+            raise ValueError(f"the option {name} should be {IN_WORDS[STUDY_OPTIONS[name]]}, but it is {given!r}")
     return found
 
 
