@@ -181,6 +181,19 @@ def test_sigma_is_that_of_query_key_and_value_and_masks_hold():
         torch.testing.assert_close(Sigma, rows.T @ rows / len(rows), rtol=1e-12, atol=1e-12)
 
 
+def test_a_loss_of_the_attention_weights_counts_and_one_of_both_outputs_counts_once():
+    model, (x, z, _) = Model(), batch(0)
+    opt = foof.FOOF(model, lr=0.1, damping=0.1, T=1, ema=0.0)
+    for both in (False, True):
+        query, key = model.before(x).tanh(), model.other(z).tanh()
+        out, weights = model.attention(query, key, key)
+        opt.zero_grad()
+        (weights.square().sum() + (out.sum() if both else 0.0)).backward()
+        opt.step()
+        rows = torch.cat([query.detach().flatten(0, 1), torch.ones(18, 1, dtype=torch.float64)], 1)
+        torch.testing.assert_close(opt.second_moments()["attention.in_proj"]["Sigma"][0], rows.T @ rows / 6, rtol=1e-12, atol=1e-12)
+
+
 def test_sigma_of_some_rows_is_that_of_them_in_its_scale():
     model = Model()
     opt = foof.Muon(model, row_stride=3)

@@ -226,27 +226,29 @@ class Tap(Hook):
 class Watch(Tap):
     """A forward hook on a module that computes with a layer's weight past any hook: it sees the inputs, autograd makes the gradient.
 
-    A backward pass that comes by the module's output is told to the receiver's ``witness``.
+    A backward pass that comes by any output of the module is told to the receiver's ``witness``, once.
     """
 
     _receiver: weakref.ref[Witness]  # type: ignore[assignment]
 
     @_torch.disable_dynamo
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        receiver, layer, first = self._receiver(), self.layer, out[0] if isinstance(out, tuple) else out
+        receiver, layer = self._receiver(), self.layer
         weight: Tensor = layer.weight
         if receiver is None or not (torch.is_grad_enabled() and weight.requires_grad) or _torch.inside_transform():
             return
         x, mask, notes, within = layer.inputs_of(args, kwargs), receiver.mask, list[Any](), _torch.backward_pass_id()
-        self.fired = True
+        self.fired, told = True, set[int]()
 
         def passed(e: Tensor) -> None:
-            to = _torch.destination_of(weight)
-            if to != Destination.NOWHERE:
-                pass_id = _torch.backward_pass_id() if within < 0 else within
-                receiver.witness(Visit(layer, x, e, to == Destination.GRAD, notes, mask, pass_id))
+            to, here = _torch.destination_of(weight), _torch.backward_pass_id()
+            if to != Destination.NOWHERE and here not in told:
+                told.add(here)
+                receiver.witness(Visit(layer, x, e, to == Destination.GRAD, notes, mask, here if within < 0 else within))
 
-        first.register_hook(passed)
+        for each in out if isinstance(out, tuple) else (out,):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(passed)
 
 
 def tap(layer: Layer, receiver: Witness) -> Tap:
