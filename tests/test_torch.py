@@ -45,6 +45,16 @@ def test_autograd_grad_captures_and_passes_the_rest_by(leaves):
     assert Probe.seen[1][:2] == (Destination.NOWHERE, Destination.GRAD)
 
 
+def test_a_leaf_knows_where_its_gradient_goes(leaves):
+    x, weight, loss = leaves
+    seen = []
+    handle = loss.grad_fn.register_prehook(lambda _: seen.append((_torch.destination_of(x), _torch.destination_of(weight))))
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, weight)
+    handle.remove()
+    assert seen == [(Destination.GRAD, Destination.GRAD), (Destination.NOWHERE, Destination.CAPTURED)], "get_gradient_edge has changed"
+
+
 def test_passes_have_numbers_of_their_own(leaves):
     _, _, loss = leaves
     loss.backward(retain_graph=True)

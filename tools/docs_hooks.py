@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -66,15 +67,19 @@ def language_results() -> Any:
     return module
 
 
-def lm() -> str:
-    """Curves, losses and verdicts, for each size of model that was run."""
+def lm(part: str) -> str:
+    """One part (curves, losses and verdicts, ablations) for each size of model that was run."""
     results, parts = language_results(), []
     for size in dict.fromkeys(r["size"] for r in results.records()):
         if runs := results.reported(size):
             first = next(iter(next(iter(runs.values())).values()))
             batch = f"{first['batch'][0]} windows of {first['batch'][1]} bytes"
             about = f"{first['parameters'] / 1e6:.2f} M parameters, steps of {batch}, one thread, torch {first['torch']}."
-            parts += [about, f"<div>{results.curves(size)}</div>", results.table(size), *results.verdicts(size)]
+            parts += {
+                "curves": [f"<div>{results.curves(size)}</div>", about],
+                "losses": [results.table(size), *results.verdicts(size)],
+                "ablations": [results.ablations(size)],
+            }[part]
     return "\n\n".join(parts)
 
 
@@ -213,7 +218,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "guidance_lr": guidance_lr,
     "guidance_schedule": guidance_schedule,
     "kfac_damping": kfac_damping,
-    "lm": lm,
+    "lm_ablations": functools.partial(lm, "ablations"),
+    "lm_curves": functools.partial(lm, "curves"),
+    "lm_losses": functools.partial(lm, "losses"),
     "speed_checks": speed_checks,
     "speed_fisher": speed_fisher,
     "speed_laplace": speed_laplace,

@@ -37,8 +37,15 @@ def destination(node: Any, position: int) -> Destination:
     ``ctx.needs_input_grad`` tells what requires gradients, not what they are wanted of.
     """
     following = node.next_functions[position][0] if position < len(node.next_functions) else None
-    if following is None:
-        return Destination.NOWHERE
+    return Destination.NOWHERE if following is None else _executes(following)
+
+
+def destination_of(weight: Tensor) -> Destination:
+    """Where the running backward pass takes the gradient of a leaf."""
+    return _executes(torch.autograd.graph.get_gradient_edge(weight).node)
+
+
+def _executes(following: Any) -> Destination:
     try:
         return Destination.GRAD if torch._C._will_engine_execute_node(following) else Destination.NOWHERE
     except RuntimeError:  # torch's answer for a leaf that autograd.grad() has been asked for

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foof import cost, notices
 from foof.covering import by_matrix, covered_layers
@@ -89,7 +89,7 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
     """
     S = min(T, 10) if S is None else S
     owned = None if left is None else {id(p) for name, p in model.named_parameters() if name not in left}
-    layers, why_not = covered_layers(model, tuple(exclude), owned)
+    layers, why_not = covered_layers(model, tuple(exclude), owned, functional=True)
     why_not = why_not if left is None else {**why_not, **left}
     rows_of = _rows_seen(model, layers, inputs) if inputs is not None else {}
     _warn_unused(layers, rows_of, inputs is not None)
@@ -130,7 +130,8 @@ def _kind(layer: Layer) -> str:
 def _rows_seen(model: nn.Module, layers: list[Layer], inputs: Any) -> dict[int, int]:
     seen: dict[int, int] = {}
 
-    def see(layer: Layer, x: Tensor) -> None:
+    def see(layer: Layer, x: Any) -> None:
+        x = x[0] if isinstance(x, tuple) else x  # of query, key and value
         rows = x.numel() if layer.diagonal else layer.input_matrix(x).shape[-2]
         seen[id(layer)] = seen.get(id(layer), 0) + rows
 
