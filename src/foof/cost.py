@@ -112,8 +112,9 @@ def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
     layers, seen = list(layers), dict[int, list[Tensor]]()
     data = {t.untyped_storage().data_ptr() for t in _tensors(inputs)}
 
-    def see(layer: Layer, x: Tensor) -> None:
-        seen.setdefault(id(layer), []).append(x.detach())
+    def see(layer: Layer, x: Any) -> None:
+        query = x[0] if isinstance(x, tuple) else x  # of query, key and value
+        seen.setdefault(id(layer), []).append(query.detach())
 
     modes = {module: module.training for module in model.modules()}
     model.eval()
