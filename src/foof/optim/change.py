@@ -135,7 +135,8 @@ class Changes:
         """What the state says of each block, as one vector that it has views of, in the norms' precision."""
         entries, vector = self._packed.get(key, ([], self.norms))
         found = [state[block.weight].get(key) for block in self.blocks]
-        if len(found) != len(entries) or (vector.dtype, vector.device) != (self.norms.dtype, self.norms.device) or not all(map(operator.is_, found, entries)):
+        here = (vector.dtype, vector.device) == (self.norms.dtype, self.norms.device)
+        if not here or len(found) != len(entries) or not all(map(operator.is_, found, entries)):
             vector = torch.stack([torch.full_like(self.norms[0], default) if entry is None else entry.to(self.norms) for entry in found])
             entries = [vector[i] for i in range(len(found))]
             for block, entry in zip(self.blocks, entries, strict=True):
