@@ -42,7 +42,8 @@ def test_the_commands_of_the_readme_are_in_the_makefile():
 def test_findings_and_picture_are_those_of_the_records():
     """`python tools/readme.py` writes both anew."""
     found = readme.outcomes()
-    assert readme.block("findings").search(README)[0] == readme.findings(found)
-    assert readme.block("caption").search(README)[0] == readme.caption(found)
+    for page, blocks in readme.BLOCKS.items():
+        for name, write in blocks.items():
+            assert readme.block(name).search(page.read_text(encoding="utf-8"))[0] == write(found), name
     assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture(found)
     assert readme.BOARD.read_text(encoding="utf-8") == readme.board(found)

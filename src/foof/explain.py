@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from foof import notices
+from foof import cost, notices
 from foof.covering import by_matrix, covered_layers
 from foof.layers import Layer
 from foof.passes import call_model
@@ -39,6 +39,7 @@ class Explanation:
     S: int
     measured: bool
     note: str = ""  # on the steps of an optimizer
+    ratio: float | None = None  # of the time of a step to that of SGD with momentum, as predicted
 
     @property
     def covered(self) -> list[str]:
@@ -61,6 +62,7 @@ class Explanation:
         summary = (
             f"{len(self.covered)} of {len(self.rows)} trainable parameters covered; FOOF adds {_si(flops, 'flop')} per step at "
             f"T={self.T}, S={self.S}{bound} and keeps {_si(memory, 'B')} of statistics."
+            + (f" Predicted: {self.ratio:.2f} times the time of a step of SGD with momentum." if self.ratio else "")
         )
         return "\n".join([*table, "", summary, *([self.note] if self.note else [])])
 
@@ -87,7 +89,7 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
     """
     S = min(T, 10) if S is None else S
     owned = None if left is None else {id(p) for name, p in model.named_parameters() if name not in left}
-    layers, why_not = covered_layers(model, tuple(exclude), owned)
+    layers, why_not = covered_layers(model, tuple(exclude), owned, functional=True)
     why_not = why_not if left is None else {**why_not, **left}
     rows_of = _rows_seen(model, layers, inputs) if inputs is not None else {}
     _warn_unused(layers, rows_of, inputs is not None)
@@ -110,7 +112,15 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
         parameter = model.get_parameter(name)
         rows[name] = Row(name, tuple(parameter.shape), "", reason, group=group_of.get(id(parameter), ""))
     ordered = [rows[name] for name, p in model.named_parameters() if name in rows]
-    return Explanation(tuple(ordered), T, S, inputs is not None, note)
+    ratio = None if inputs is None else _ratio(model, layers, inputs, T, S)
+    return Explanation(tuple(ordered), T, S, inputs is not None, note, ratio)
+
+
+def _ratio(model: nn.Module, layers: list[Layer], inputs: Any, T: int, S: int) -> float | None:
+    """As predicted for a processor; nothing is predicted for accelerators, nor for shards."""
+    if any(p.device.type != "cpu" or type(p) is not nn.Parameter for p in model.parameters()):
+        return None
+    return cost.ratio(cost.work_of(model, layers, inputs), cost.Machine().threads(torch.get_num_threads()), "FOOF", T, S)
 
 
 def _kind(layer: Layer) -> str:
@@ -120,7 +130,8 @@ def _kind(layer: Layer) -> str:
 def _rows_seen(model: nn.Module, layers: list[Layer], inputs: Any) -> dict[int, int]:
     seen: dict[int, int] = {}
 
-    def see(layer: Layer, x: Tensor) -> None:
+    def see(layer: Layer, x: Any) -> None:
+        x = x[0] if isinstance(x, tuple) else x  # of query, key and value
         rows = x.numel() if layer.diagonal else layer.input_matrix(x).shape[-2]
         seen[id(layer)] = seen.get(id(layer), 0) + rows
 

@@ -76,7 +76,8 @@ class FOOF(BoundedSteps):
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
         exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks, row_stride)
-        engine = Engine(model, lambda _: estimator, Schedule.of(T, S, spread=spread), ema, exclude=exclude, process_group=process_group)
+        schedule = Schedule.of(T, S, spread=spread)
+        engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, functional=True, process_group=process_group)
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
         defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,

@@ -19,10 +19,12 @@ from foof.study.paper.rules import Found, decide
 from foof.study.paper.searches import SGD
 from foof.study.paper.toy import toy
 from foof.study.paper.verdicts import Ruling, Verdict
+from foof.study.search.estimate import remaining
 from foof.study.search.grids import Get, RunAll, Search, look, tune_all
 from foof.study.search.presets import Preset
 from foof.study.search.store import Store
 from foof.study.train.run import missing_data
+from foof.study.train.setting import Setting
 
 RUNS = {**searches.RUNS, **networks.RUNS}
 TOY_CLAIMS = ("toy-sgd", "toy-foof")  # computed, not run
@@ -65,6 +67,13 @@ class Experiment:
             found = {k: replace(s, urgency=s.urgency + OTHER_DATA_LATER, known=len(s.grid) == 1) for k, s in found.items()}
         return {k: s for k, s in found.items() if self.labels is None or k in self.labels}
 
+    def mark(self, preset: Preset) -> str:
+        """What is to be said with every verdict on it: that it is much smaller than the paper's, or on other images than the paper's."""
+        if preset.reduced:
+            return "reduced"
+        other = {s.base.dataset for s in self.searches(preset).values()} - {self.dataset} if CATALOGUE[self.figure].nets else set()
+        return f"small, on {', '.join(sorted(other))}" if other else ""
+
     def early(self, preset: Preset) -> int | None:
         """Where the published figure ends, if that is before the end of training. Claims are judged at the end."""
         return preset.early if CATALOGUE[self.figure].early else None
@@ -78,6 +87,7 @@ class Outcome:
     preset: Preset
     found: Found
     verdicts: list[Verdict]
+    left: tuple[Setting, ...] = ()  # runs that are still to be done, as far as can be told
 
 
 class NotRun(LookupError):
@@ -158,8 +168,10 @@ def recall(experiments: Sequence[Experiment], preset: Preset, get: Get) -> list[
     """Judge from records alone, as far as they go. Nothing is trained."""
     outcomes = []
     for e in experiments:
-        looks = {label: look(search, get).tuned for label, search in e.searches(preset).items()}
-        outcomes.append(outcome(e, preset, {label: tuned for label, tuned in looks.items() if tuned}))
+        searches_ = e.searches(preset)
+        looks = {label: look(search, get).tuned for label, search in searches_.items()}
+        left = dict.fromkeys(s for search in searches_.values() for s in remaining(search, get))
+        outcomes.append(replace(outcome(e, preset, {label: tuned for label, tuned in looks.items() if tuned}), left=tuple(left)))
     return outcomes
 
 
@@ -200,7 +212,7 @@ def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdic
         measured = replace(measured, text=f"{measured.text}\nat step {early:,}, where the published figure ends: ratio {then}")
     says = claim.says + (" (MNIST)" if e.again and claim.where else "")
     where = claim.mnist if e.again else claim.where
-    where += " (reduced)" if preset.reduced else ""
+    where += f" ({mark})" if (mark := e.mark(preset)) else ""
     id_, rule = claim_id(claim, e.again), claim.rule.text()
     return Verdict(id_, where, says, measured.text, rule, measured.ruling, e.id, claim.about, measured.conditions, claim.changed)
 
