@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import foof
 from foof.study.paper.toy import toy
 from foof.study.train import models
 from foof.study.train.batches import Batches
@@ -259,3 +260,51 @@ def test_natural_gradients_take_their_fisher_where_they_are_told_to():
     own, same, larger = (run(base.but(options=o)).series["loss"] for o in ((), (("same_batch", True),), (("fisher_batch", 200),)))
     assert own[0] == same[0] == larger[0]
     assert len({own[-1], same[-1], larger[-1]}) == 3
+
+
+@pytest.mark.parametrize("name", ["kfac", "natural"])
+def test_adaptive_runs_change_their_damping_by_the_loss_after_the_step(name, monkeypatch):
+    """Every five steps with the loss of the same batch before and after; the learning rate plays no part."""
+    seen = []
+    cls = {"kfac": foof.KFAC, "natural": foof.NaturalGradient}[name]
+    adapt = cls.adapt_damping
+
+    def watched(self, before, after):
+        ratio = adapt(self, before, after)
+        seen.append((before, after, ratio))
+        return ratio
+
+    monkeypatch.setattr(cls, "adapt_damping", watched)
+    setting = TINY.but(optimizer=name, lr=1.0, damping=10.0, batch_size=None, log_every=1, options=(("T", 1), ("adaptive", True)))
+    record = run(setting)
+    losses = record.series["loss"]
+    assert [(before, after) for before, after, _ in seen[:2]] == [(losses[4], losses[5]), (losses[9], losses[10])]
+    assert all(math.isfinite(ratio) for *_, ratio in seen)
+    assert run(setting.but(lr=3.0)).series == record.series
+
+
+def test_what_foof_is_made_of_can_be_looked_at():
+    """On full batches without a moving average, Σ is that of the weights one step before: what a batch is off by is what Σ moves by
+    next. The inverse is made before steps 1 and 4 are folded in, and Σ moves on from it until then."""
+    options = (("T", 3), ("S", 3), ("ema", 0.0))
+    setting = TINY.but(optimizer="foof", lr=0.1, damping=1.0, batch_size=None, steps=6, log_every=1, options=options)
+    record = run(setting.but(measure=("sigma_drift", "sigma_noise", "inversion", "posterior")))
+    drift, noise = record.series["sigma_drift"], record.series["sigma_noise"]
+    assert [drift[0], drift[1], noise[0]] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert [drift[2], drift[4]] == pytest.approx([noise[1], noise[3]], rel=0.05)
+    assert drift[3] > 1.5 * drift[2] < drift[5]
+    assert 0 < record.final["inverse_seconds"] < record.final["svd_seconds"]
+    plain = run(setting)
+    assert record.series["loss"] == plain.series["loss"]
+    assert record.final["test_loss"] == plain.final["test_loss"]
+    assert record.final["posterior_both"] == pytest.approx(plain.final["test_loss"], rel=0.2)
+    assert record.final["posterior_first"] == pytest.approx(plain.final["test_loss"], rel=0.2)
+    with pytest.raises(ValueError, match="trajectories of FOOF"):
+        run(TINY.but(measure=("sigma_noise",)))
+
+
+def test_kfac_s_damping_of_sigma_is_that_of_its_heuristic():
+    """λ_A = √(λ · n tr Σ / (m tr Σ_E)): it grows with the root of λ, exactly, as long as nothing has been learnt."""
+    setting = TINY.but(optimizer="kfac", lr=1e-9, steps=1, options=(("T", 1), ("S", 1)), measure=("lambda_A",))
+    small, large = (run(setting.but(damping=damping)).series["lambda_A"][0] for damping in (1e-2, 1.0))
+    assert large / small == pytest.approx(10, rel=1e-5)

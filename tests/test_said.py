@@ -24,6 +24,7 @@ def labels():
 OPTIONS = {
     r"betas must be in \[0, 1\)": lambda: foof.AdamW(net(), betas=(0.9, 1.0)),
     "blocks is into how many diagonal blocks": lambda: foof.FOOF(net(), blocks=0),
+    "row_stride: statistics are of every k-th row": lambda: foof.KFAC(net(), row_stride=0),
     'loss_average must be "batch" or': lambda: foof.FOOF(net(), loss_average="tokens"),
     "groups: each is a mapping": lambda: foof.FOOF(net(), groups=[["weight"]]),
     'damping="auto" is absolute': lambda: foof.FOOF(net(), damping="auto", relative=True),

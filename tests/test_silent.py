@@ -538,21 +538,24 @@ def test_a_layer_with_gigabytes_of_statistics_is_warned_of():
         foof.FOOF(copy.deepcopy(model), blocks="auto")
 
 
+@pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("k", [2, 3])
-def test_blocks_of_inputs_are_foof_on_each_block(k, rows):
+def test_blocks_of_inputs_are_foof_on_each_block(k, rows, relative):
     torch.manual_seed(0)
     layer = nn.Linear(7, 6, bias=True).double()
     before, x, target = copy.deepcopy(layer), torch.randn(rows, 7, dtype=torch.float64), torch.randn(rows, 6, dtype=torch.float64)
-    opt = foof.FOOF(layer, lr=1.0, damping=0.3, blocks=k, T=1)
+    opt = foof.FOOF(layer, lr=1.0, damping=0.3, blocks=k, T=1, relative=relative)
     (layer(x) * target).sum().backward()
     opt.step()
     a = torch.cat([x, torch.ones(rows, 1, dtype=torch.float64)], 1)
     G, size = target.mT @ a, -(-8 // k)
-    expected = torch.cat([
-        g @ torch.linalg.inv(part.mT @ part / rows + 0.3 * torch.eye(part.shape[1]).double())
-        for g, part in zip(G.split(size, 1), a.split(size, 1), strict=True)
-    ], 1)  # fmt: skip
+    parts = []
+    for g, part in zip(G.split(size, 1), a.split(size, 1), strict=True):
+        Sigma = part.mT @ part / rows
+        damping = 0.3 * (Sigma.diagonal().mean() if relative else 1)
+        parts.append(g @ torch.linalg.inv(Sigma + damping * torch.eye(len(Sigma)).double()))
+    expected = torch.cat(parts, 1)
     moved = torch.cat([before.weight - layer.weight, (before.bias - layer.bias)[:, None]], 1)
     assert relative_error(moved, expected) < 1e-10
     for t in range(3):  # and it goes on

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foof.statistics import Gathered, MovingAverage, Schedule
+from foof.statistics import Gathered, MovingAverage, Schedule, Stride
 
 
 @settings(max_examples=40)
@@ -62,6 +62,17 @@ def test_datapoints_of_a_pass_are_the_most_that_one_of_its_calls_had():
         assert seen.of_pass == {7: 20}
         seen.add_rows(torch.ones(5, 3), 5, pass_id=8)
         assert seen.datapoints == 25
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (3, 12, 4), (2, 4), (1, 4), (0, 4)])
+def test_a_stride_comes_by_all_rows_in_turn(shape):
+    """Over as many batches as rows are left out, and one, the mean of the estimates is what all rows give."""
+    rows = torch.randn(*shape, dtype=torch.float64)
+    for every in (1, 2, 3, 4):
+        found = [Stride(every, shift).of(rows) for shift in range(7, 7 + every)]
+        assert all(some.shape[-2] == max(shape[-2] // every, min(1, shape[-2])) for some in found)
+        estimates = torch.stack([some.mT @ some for some in found[: max(1, min(every, shape[-2]))]])
+        assert torch.allclose(estimates.mean(0), rows.mT @ rows, rtol=1e-12)
 
 
 @pytest.mark.parametrize("more", [0, 1, 2])

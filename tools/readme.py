@@ -1,4 +1,5 @@
-"""Write what the README takes from the committed records at the paper's scale: its pictures, the caption, and the section on findings."""
+"""Write what README and docs/study.md take from the committed records at the paper's scale: pictures, caption, findings; which verdicts
+changed and why; what is left to run."""
 
 import re
 from collections import Counter
@@ -6,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from foof.study.paper.answers import Answer, answers
+from foof.study.paper.changes import UNTIL, changes
 from foof.study.paper.experiments import Outcome, committed, experiments_of
+from foof.study.paper.left import left, total
 from foof.study.paper.searches import FOOF_10
 from foof.study.paper.verdicts import Ruling, Verdict
 from foof.study.search.presets import PRESETS
@@ -18,6 +21,7 @@ from foof.study.show.svg import curves_svg
 
 ROOT = Path(__file__).parents[1]
 PICTURE, BOARD, README = ROOT / "docs/img/loss.svg", ROOT / "docs/img/scoreboard.svg", ROOT / "README.md"
+STUDY = ROOT / "docs/study.md"
 PAPER = PRESETS["paper"]
 
 
@@ -26,7 +30,7 @@ def outcomes() -> list[Outcome]:
 
 
 def block(name: str) -> re.Pattern[str]:
-    """What stands between two comments of the README."""
+    """What stands between two comments of a page."""
     return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", flags=re.S)
 
 
@@ -92,12 +96,36 @@ def _decides(answer: Answer) -> str:
     return replace(answer, parts=tuple(part for part in answer.parts if part[1].ruling is not Ruling.NOT_RUN)[:1]).sentence
 
 
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)]
+
+
+def changed(found: list[Outcome]) -> str:
+    """The verdicts that were others, and why."""
+    rows = [(f"`{c.verdict.id}`", c.was, c.ratio, str(c.verdict.ruling), c.now, c.why) for c in changes(_verdicts(found))]
+    lines = [f"Judged otherwise than until {UNTIL}: {len(rows)} claims.", ""]
+    return "\n".join([*lines, *_table(("Claim", "Before", "Ratio", "Now", "Ratio", "Why"), rows)]) + "\n"
+
+
+def lacking(found: list[Outcome]) -> str:
+    """What is not decided, and what the runs would cost that are missing."""
+    rows = [(f"`{x.experiment}`", x.where, x.said, f"{x.runs}", f"{x.hours:.1f}") for x in left(found)]
+    runs, hours = total(found)
+    lines = [f"{runs:,} runs are left, some {hours:,.0f} hours of one core, estimated to a factor of two; a run that several experiments "
+             "lack is counted in each row, and once in this sum.", ""]  # fmt: skip
+    return "\n".join([*lines, *_table(("Experiment", "Where", "Statements", "Runs", "Core-hours"), rows)]) + "\n"
+
+
+BLOCKS = {README: {"caption": caption, "findings": findings}, STUDY: {"changed": changed, "left": lacking}}
+
+
 if __name__ == "__main__":
     found = outcomes()
     PICTURE.write_text(picture(found), encoding="utf-8")
     BOARD.write_text(board(found), encoding="utf-8")
-    text = README.read_text(encoding="utf-8")
-    for name, write in (("caption", caption), ("findings", findings)):
-        new = write(found)
-        text = block(name).sub(lambda _, new=new: new, text)
-    README.write_text(text, encoding="utf-8")
+    for page, blocks in BLOCKS.items():
+        text = page.read_text(encoding="utf-8")
+        for name, write in blocks.items():
+            new = write(found)
+            text = block(name).sub(lambda _, new=new: new, text)
+        page.write_text(text, encoding="utf-8")

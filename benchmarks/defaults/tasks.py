@@ -1,4 +1,7 @@
-"""Twelve small tasks, a few seconds each on one thread: a model with PyTorch's own initialisation, batches, a loss, a test metric."""
+"""Fourteen small tasks, a few seconds each on one thread, and variations of some: a model, batches, a loss, a test metric.
+
+Models have PyTorch's own initialisation; where it is Kaiming's (ResNets and the tasks that say so) weights are N(0, 2/m), biases 0.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foof.study.data import load
+from foof.study.train.networks import kaiming, resnet18
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from small_gpt import GPT, batch, tokens
@@ -191,6 +195,11 @@ def adapters() -> nn.Module:
     return nn.Sequential(*(Adapted(layer) if isinstance(layer, nn.Linear) else layer for layer in model))
 
 
+def with_kaiming(model: nn.Module) -> nn.Module:
+    kaiming(model)
+    return model
+
+
 def by_token(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), y.flatten())
 
@@ -214,4 +223,14 @@ TASKS = {
     "lstm": Task("LSTM, characters", lambda: LSTM(vocabulary(), 64), characters, 32, 100, by_token, False, 20),
     "vit": Task("ViT, CIFAR-10", ViT, CIFAR, 64, 100),
     "lora": Task("LoRA adapters, MLP", adapters, upside_down, 100, 150),
+    "resnet": Task("ResNet18 of width 8, no norm", lambda: resnet18(3, 10, 8, norm=False), CIFAR, 64, 60),
+    "resnet-bn": Task("ResNet18 of width 8", lambda: resnet18(3, 10, 8), CIFAR, 64, 60),
+}  # fmt: skip
+BATCHES, WIDTHS = (16, 64, 250, 1000), (64, 250, 1000, 2000)
+FURTHER = {
+    "mlp-kaiming": Task("MLP 128, batch 32, Kaiming", lambda: with_kaiming(mlp(784, 128, 128, 10)), FASHION, 32, 200),
+    "narrow-kaiming": Task("MLP 5 × 64, Kaiming", lambda: with_kaiming(mlp(784, 64, 64, 64, 64, 64, 10)), FASHION, 100, 150),
+    "cnn-kaiming": Task("CNN, Kaiming", lambda: with_kaiming(cnn(False)), CIFAR, 64, 80),
+    **{f"batch-{size}": Task(f"MLP 128, batch {size:,}", lambda: mlp(784, 128, 128, 10), FASHION, size, 80) for size in BATCHES},
+    **{f"width-{n}": Task(f"MLP {n:,}, batch 100", lambda n=n: mlp(784, n, n, 10), FASHION, 100, 60) for n in WIDTHS},
 }  # fmt: skip

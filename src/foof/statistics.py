@@ -116,6 +116,25 @@ class Gathered:
         self.moment = moment if self.moment is None else self.moment.add_(moment)
 
 
+@dataclass(frozen=True)
+class Stride:
+    """Every so-manieth row, from ``shift`` on. Counted up from batch to batch, that comes by all rows in turn."""
+
+    every: int = 1
+    shift: int = 0
+
+    def of(self, rows: Tensor) -> Tensor:
+        """These of the rows ``(..., k, m)``, so scaled that their ``Σ_r a_r a_rᵀ`` is an unbiased estimate of that of all."""
+        there = rows.shape[-2]
+        if self.every == 1 or there < 2:
+            return rows
+        some = rows[..., self.shift % min(self.every, there) :: self.every, :]
+        return some.to(wide(some.dtype)) * (there / some.shape[-2]) ** 0.5
+
+
+EVERY_ROW = Stride()
+
+
 class MovingAverage:
     """Normalised exponential moving average ``x̂_t = Σ_s m^(t-s) x_s / Σ_s m^(t-s)``; of one batch it is that batch's value.
 

@@ -38,10 +38,10 @@ class InputBasis(InputMoments):
     """Σ as FOOF's, as a mean over rows, and its eigenvectors in place of an inverse; gradients stay plain."""
 
     name = "adamw"
-    plain = True
+    plain, watches = True, False
 
-    def __init__(self) -> None:
-        super().__init__(mean_over_rows=True)
+    def __init__(self, row_stride: int = 1) -> None:
+        super().__init__(mean_over_rows=True, row_stride=row_stride)
         self.state_of: Callable[[Tensor], dict[str, Any] | None] = lambda weight: None  # the optimizer's, whose moments follow the basis
 
     def leaves_plain(self, block: Block) -> bool:
@@ -97,18 +97,19 @@ class AdamW(NeuronOptimizer):
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         ema, T, S: the basis is refreshed every T steps, and Σ fed on the S steps before.
         spread: as for ``foof.FOOF``; one layer after the other, but each at once.
+        row_stride: as for ``foof.Muon``.
         rest: the fallback optimizer; None: ``torch.optim.AdamW`` with the same lr, betas, eps and decay.
         groups, exclude, maximize, process_group: as for ``foof.FOOF``.
     """
 
     def __init__(self, model: nn.Module, lr: float = 3e-3, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
-                 weight_decay: float = 0.01, ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False,
+                 weight_decay: float = 0.01, ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False, row_stride: int = 1,
                  rest: Fallback | None = None, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
                  maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be in [0, 1), got {betas}.")
         self.betas, self.eps = betas, eps
-        basis = InputBasis()
+        basis = InputBasis(row_stride)
         engine = engine_for_matrices(model, basis, Schedule.of(T, S, 2, spread), ema, exclude, (), process_group)
         defaults = {"lr": lr, "damping": 1.0, "relative": True, "momentum": 0.0, "weight_decay": weight_decay}
         fallback = {"name": "adamw", "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} if rest is None else rest

@@ -43,6 +43,9 @@ class Damping:
         if not self.relative:
             return float(self.value)
         mean = (Sigma if layer.diagonal else Sigma.diagonal(dim1=-2, dim2=-1)).mean(-1)
+        if Sigma.dim() == 3 and layer.groups == 1:  # diagonal in blocks of inputs, of which the last may be filled up with zeros
+            first = torch.arange(0, mean.numel() * Sigma.shape[-1], Sigma.shape[-1], device=mean.device)
+            mean = mean * (Sigma.shape[-1] / (layer.m - first).clamp(1, Sigma.shape[-1]))
         floor = torch.finfo(Sigma.dtype).eps * mean.max()  # a group that has seen zeros only has no gradient: any finite 1/λ will do
         return self.value * torch.where(floor > 0, mean.clamp_min(floor), 1.0)
 

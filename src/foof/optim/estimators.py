@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from foof._torch import origin
 from foof.kronecker import EigenInverse, InputInverse, KroneckerInverse, in_blocks
-from foof.layers import Conv, Embedding, Layer
+from foof.layers import Conv, Embedding, Layer, Projection
 from foof.likelihood import Labels, Likelihood, make_generator, restore
 from foof.optim.block import Block
 from foof.optim.step import Ledger
 from foof.passes import call_model
-from foof.patches import better_than_rows, second_moment
-from foof.statistics import EACH_ROW, Gathered, Schedule, wide
+from foof.patches import Subset, better_than_rows, second_moment
+from foof.statistics import EACH_ROW, EVERY_ROW, Gathered, Schedule, Stride, wide
 from foof.sweep import Gradual, Sweep, parts_of
 from foof.tap import Receiver, Visit, inputs_seen, layers_behind
 
@@ -49,6 +49,7 @@ class Estimator:
     former_names: tuple[str, ...] = ()  # in checkpoints of earlier versions
     moments: tuple[str, ...] = ()
     plain = False  # are gradients left as they are in the backward pass, and preconditioned when the step is taken?
+    watches = True  # are plain gradients watched for masks that are laid over them before the step?
     together = True  # are all averages fed on the same steps, or may each be on steps of its own?
 
     def leaves_plain(self, block: Block) -> bool:
@@ -126,10 +127,10 @@ class InputMoments(Estimator):
     moments = ("Sigma",)
     together = False
 
-    def __init__(self, mean_over_rows: bool = False, blocks: int | str = 1) -> None:
+    def __init__(self, mean_over_rows: bool = False, blocks: int | str = 1, row_stride: int = 1) -> None:
         if blocks != "auto" and not (isinstance(blocks, int) and blocks >= 1):
             raise ValueError(f'blocks is into how many diagonal blocks a layer\'s inputs are split: at least 1, or "auto", got {blocks!r}.')
-        self.mean_over_rows, self.blocks = mean_over_rows, blocks
+        self.mean_over_rows, self.blocks, self.row_stride = mean_over_rows, blocks, checked_stride(row_stride)
 
     def splits(self, layer: Layer) -> int:
         """Into how many blocks this layer's inputs are split: the fewest that keep Σ and its inverse within a gibibyte, for "auto"."""
@@ -145,7 +146,8 @@ class InputMoments(Estimator):
     def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
         if due or block.inverse is None:
             k = 1 if self.blocks == 1 else self.splits(visit.layer)
-            gather_inputs(ledger.seen["Sigma"], visit.layer, visit.x, visit.mask, visit.pass_id, self.mean_over_rows, k)
+            some = Stride(self.row_stride, block.moments["Sigma"].updates)
+            gather_inputs(ledger.seen["Sigma"], visit.layer, visit.x, visit.mask, visit.pass_id, self.mean_over_rows, k, some)
 
     def invert(self, block: Block, T: int) -> InputInverse:
         Sigma, layer = block.moments["Sigma"].value, block.layer
@@ -170,20 +172,31 @@ class InputMoments(Estimator):
         seen: Seen = {block: {"Sigma": Gathered()} for block in host.blocks}
 
         def gather(layer: Layer, x: Tensor) -> None:
-            gather_inputs(seen[block_of[id(layer)]]["Sigma"], layer, x, None, 0, self.mean_over_rows, self.splits(layer))
+            block = block_of[id(layer)]
+            some = Stride(self.row_stride, block.moments["Sigma"].updates)
+            gather_inputs(seen[block]["Sigma"], layer, x, None, 0, self.mean_over_rows, self.splits(layer), some)
 
         with torch.no_grad(), inputs_seen([layer for block in host.blocks for layer in block.layers], gather):
             call_model(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
         return seen
 
 
-def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | None, pass_id: int, mean_over_rows: bool,
-                  blocks: int = 1) -> None:  # fmt: skip
+def checked_stride(row_stride: int) -> int:
+    if not isinstance(row_stride, int) or row_stride < 1:
+        raise ValueError(f"row_stride: statistics are of every k-th row, k a whole number, at least 1, got {row_stride!r}.")
+    return row_stride
+
+
+def gather_inputs(gathered: Gathered, layer: Layer, x: Any, mask: Tensor | None, pass_id: int, mean_over_rows: bool,
+                  blocks: int = 1, some: Stride = EVERY_ROW) -> None:  # fmt: skip
     """Add a layer's inputs of one call to what the step has seen of ``Σ = 1/N Σ_i Σ_r a_ir a_irᵀ``.
 
     mask: rows to count, ``(N, R)``. mean_over_rows: ``Σ = 1/(N R) Σ_i Σ_r``, for losses that are means over rows, too.
-    blocks: how many diagonal blocks of Σ are wanted.
+    blocks: how many diagonal blocks of Σ are wanted. some: which rows to look at; of a convolution: which datapoints.
     """
+    if isinstance(layer, Projection) and layer.groups > 1:
+        gather_projections(gathered, layer, x, mask, pass_id, mean_over_rows, some)
+        return
     callers = origin(x).grad_fn is None  # made by no operation: a buffer that may be filled again before step()
     x = x.detach()
     if isinstance(layer, Embedding):
@@ -191,24 +204,42 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | No
         datapoints = rows.numel() if mean_over_rows else len(x) if x.dim() else 1
         gathered.add_moment(layer.counts(rows), datapoints, EACH_ROW if mean_over_rows else pass_id)
         return
-    if isinstance(layer, Conv) and mask is None and blocks == 1 and better_than_rows(layer, x):
+    if isinstance(layer, Conv) and mask is None and blocks == 1 and (some.every > 1 or better_than_rows(layer, x)):
         datapoints = len(layer.batched(x))
         count, of = (datapoints * layer.locations(x), EACH_ROW) if mean_over_rows else (datapoints, pass_id)
-        gathered.add_moment(second_moment(layer, x), count, of)  # by patches or without, whichever is cheaper
+        subset = Subset(some.every, shift=some.shift)
+        gathered.add_moment(second_moment(layer, x, subset), count, of)  # by patches or without, whichever is cheaper
         return
     a = layer.input_rows(x)
-    if callers and a.data_ptr() == x.data_ptr():
+    if callers and a.data_ptr() == x.data_ptr() and some.every == 1:
         a = a.clone()
     rows, datapoints, counted = a.flatten(-3, -2), a.shape[-3], _counted(a, layer, mask)
     if counted is not None:
         rows = rows[counted]
+    count, of = (rows.shape[-2], EACH_ROW) if mean_over_rows else (datapoints, pass_id)
+    rows = some.of(rows)
     if blocks > 1:
         rows = in_blocks(rows, blocks)
     with torch.autocast(x.device.type, enabled=False):
-        if mean_over_rows:
-            gathered.add_rows(rows, rows.shape[-2], EACH_ROW)
-        else:
-            gathered.add_rows(rows, datapoints, pass_id)
+        gathered.add_rows(rows, count, of)
+
+
+def gather_projections(gathered: Gathered, layer: Projection, inputs: tuple[Tensor, ...], mask: Tensor | None, pass_id: int,
+                       mean_over_rows: bool, some: Stride) -> None:  # fmt: skip
+    """One Σ ``(3, m, m)`` of query, key and value ``(N, R, m)``; keys may have other rows than queries, in number and kind."""
+    moments, of = [], dict[int, Tensor]()
+    rows = 0
+    for x in inputs:
+        if id(x) not in of:  # self-attention: one tensor for all three
+            a = layer.input_matrix(x.detach())
+            if mask is not None and mask.numel() == len(a):
+                a = a[mask.flatten()]
+            rows = rows or len(a)
+            scale, a = rows / max(len(a), 1) if mean_over_rows else 1.0, some.of(a.to(wide(a.dtype)))
+            with torch.autocast(x.device.type, enabled=False):
+                of[id(x)] = a.mT @ a * scale
+        moments.append(of[id(x)])
+    gathered.add_moment(torch.stack(moments), rows if mean_over_rows else len(inputs[0]), EACH_ROW if mean_over_rows else pass_id)
 
 
 def _counted(a: Tensor, layer: Layer, mask: Tensor | None) -> Tensor | None:
@@ -236,8 +267,10 @@ class FisherSettings:
     datapoints: int | None = None
     average_rows: bool = True
     mean_over_rows: bool = False
+    row_stride: int = 1
 
     def __post_init__(self) -> None:
+        checked_stride(self.row_stride)
         if self.datapoints is not None and self.datapoints < 1:
             raise ValueError(f"datapoints is how many of each batch feed the factors: at least 1, got {self.datapoints}.")
 
@@ -255,13 +288,13 @@ class FisherRows:
         if used is not None and len(x) == self.estimate.batch:
             x, e, mask = x[:used], e[:used], None if mask is None else mask[:used]
         if first:
-            gather_inputs(self.seen["Sigma"], layer, x, mask, visit.pass_id, settings.mean_over_rows)
+            gather_inputs(self.seen["Sigma"], layer, x, mask, visit.pass_id, settings.mean_over_rows, some=self.estimate.some)
         rows, seen = layer.error_rows(e), self.seen["Sigma_E"]
         datapoints, counted, rows = rows.shape[-3], _counted(rows, layer, mask), rows.flatten(-3, -2)
         if counted is not None:
             rows = rows[counted]
         count = 0 if not first else rows.shape[-2] if settings.average_rows else datapoints
-        seen.add_rows(rows, count, EACH_ROW if settings.average_rows else visit.pass_id)
+        seen.add_rows(self.estimate.some.of(rows), count, EACH_ROW if settings.average_rows else visit.pass_id)
 
 
 class FisherPasses:
@@ -269,8 +302,9 @@ class FisherPasses:
 
     mask: Tensor | None = None
 
-    def __init__(self, settings: FisherSettings, batch: int, layers: Container[Layer], note: Callable[[FisherPasses], FisherRows]) -> None:
-        self.settings, self.batch, self._layers, self._note = settings, batch, layers, note
+    def __init__(self, settings: FisherSettings, batch: int, layers: Container[Layer], note: Callable[[FisherPasses], FisherRows],
+                 some: Stride) -> None:  # fmt: skip
+        self.settings, self.batch, self._layers, self._note, self.some = settings, batch, layers, note, some
         self.first = True  # the inputs, and how many datapoints there are, are counted once for all passes
         self.recorded: list[tuple[Layer, FisherRows]] = []
 
@@ -326,7 +360,8 @@ class KroneckerFisher(Estimator):
         weights = [block.weight for block in host.blocks if block.weight.requires_grad]  # it may be frozen by now
         errors = self.settings.labels.errors(self.settings.likelihood, out, y, self.generator)
         first = next(errors, torch.zeros_like(out))  # a single class has no error at all
-        passes = FisherPasses(self.settings, len(out), layers, self.note)
+        some = Stride(self.settings.row_stride, max(block.moments["Sigma"].updates for block in host.blocks))
+        passes = FisherPasses(self.settings, len(out), layers, self.note, some)
         with host.recording(passes):
             for error in chain([first], errors) if weights else ():
                 torch.autograd.grad(out, weights, error.to(out.dtype), retain_graph=True, allow_unused=True)

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from foof import distributed
-from foof._torch import foreach_norm
-from foof.kronecker import in_blocks
-from foof.optim.base import NeuronOptimizer
-from foof.optim.block import Block
+from foof.optim.change import BoundedSteps, Changes
 from foof.optim.checks import Fallback, mean_over_rows
 from foof.optim.engine import Engine, unwrapped
 from foof.optim.estimators import InputMoments
-from foof.optim.rules import descend_by, paced, reach
 from foof.optim.split import of_vocabulary
-from foof.statistics import Schedule, wide
+from foof.statistics import Schedule
 
 MAX_CHANGE = 0.03  # τ, where nothing is said
 DAMPING = 0.1  # λ as a fraction of the mean eigenvalue of Σ, where nothing is said
-MEMORY = 0.999  # decay of the mean square of changes so far, as Adam's β₂
 ADAMW = {"name": "adamw", "lr": 3e-3}
-TINY = torch.finfo(torch.float64).tiny
 
 
-class FOOF(NeuronOptimizer):
+class FOOF(BoundedSteps):
     """``W ← W - lr · Eᵀ A (Σ + λI)⁻¹`` for every covered layer (Eq. 6), a drop-in ``torch.optim.Optimizer``.
 
     ``FOOF(model)`` needs no number. FOOF moves a layer's outputs, so its step is set by how far it moves them: with
@@ -63,6 +54,8 @@ class FOOF(NeuronOptimizer):
             those that are not covered the weight_decay holds, and the lr where the whole group is not.
         blocks: into how many diagonal blocks Σ is split, for layers with very many inputs; ``"auto"``: as few as keep a layer's
             statistics within a gibibyte.
+        row_stride: Σ is estimated from every k-th row: of the tokens of a batch, or its datapoints; of convolutions from every k-th
+            datapoint. Which ones they are moves on with every batch.
         loss_average: ``"batch"``: the loss is a mean over datapoints; ``"batch+sequence"``: over their rows (tokens), too, as language
             losses are. Then Σ is such a mean as well, and lr and damping mean the same at any length.
         exclude: names of modules to leave to the fallback optimizer.
@@ -72,110 +65,32 @@ class FOOF(NeuronOptimizer):
 
     def __init__(self, model: nn.Module, lr: float | None = None, damping: float | str | None = None, *, relative: bool = False,
                  max_change: float | None = None, momentum: float = 0.0, weight_decay: float = 0.0, ema: float = 0.95, T: int = 100,
-                 S: int | None = None, spread: bool = False, blocks: int | str = 1, loss_average: str = "batch",
+                 S: int | None = None, spread: bool = False, blocks: int | str = 1, row_stride: int = 1, loss_average: str = "batch",
                  rest: Fallback | None = None, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
                  maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
         of_change = lr is None  # is the step set by how far it moves the outputs, or merely bounded?
         if lr is None:
             lr = max_change = MAX_CHANGE if max_change is None else max_change
-            groups = [{**group, "lr": group["max_change"]} if "max_change" in group else group for group in groups]
+            groups = [{**g, "lr": g["max_change"], "paced": g["max_change"]} if "max_change" in g else g for g in groups]
         if damping is None:
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
-        exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks)
-        engine = Engine(model, lambda _: estimator, Schedule.of(T, S, spread=spread), ema, exclude=exclude, process_group=process_group)
+        exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks, row_stride)
+        schedule = Schedule.of(T, S, spread=spread)
+        engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, functional=True, process_group=process_group)
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
         defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,
-                    "weight_decay": weight_decay, "paced": of_change}  # fmt: skip
+                    "weight_decay": weight_decay, "paced": max_change if of_change else False}  # fmt: skip
+        self._bound = Changes(engine)
         super().__init__(engine, defaults, groups, rest or (ADAMW if of_change else "adamw"), maximize)
 
     def _update(self, group: dict[str, Any]) -> None:
         if group is self.param_groups[0]:
-            self._look(self.preconditioner.schedule.inverts())
-        params = [p for p in group["params"] if p.grad is not None]
-        if group["max_change"] is None or not params:
-            super()._update(group)
-            return
-        buffers = [distributed.local(self._momentum(p)) for p in params] if group["momentum"] else []
-        sign, factors = -1.0 if self.maximize else 1.0, [self._factor_of[p] for p in params]
-        gradients = [distributed.local(p.grad) for p in params]
-        for i, (g, factor) in enumerate(zip(gradients, factors, strict=True)):
-            if wide(g.dtype) != g.dtype:  # 1/ρ may be beyond half precision, the step is not
-                gradients[i], factors[i] = (g.to(factor.dtype) * factor).to(g.dtype), torch.ones_like(factor)
-        descend_by(
-            [distributed.local(p) for p in params], gradients, buffers, [f.to(p.dtype) for f, p in zip(factors, params, strict=True)],
-            sign * group["lr"], group["momentum"], sign * group["weight_decay"],
-        )  # fmt: skip
-
-    def _look(self, at_all: bool) -> None:
-        """At the beginning of a step: how far each block would move its outputs, and what to multiply its updates by.
-
-        ``at_all``: whether gradients are still finite, even where nothing is bounded.
-        """
-        blocks = [block for block in self.preconditioner.blocks if block.weight.grad is not None]
-        bounded = [block for block in blocks if block.options["max_change"] is not None]
-        self._factor_of = dict[Tensor, Tensor]()
-        if not (bounded or (at_all and blocks)):
-            return
-        norms = torch.stack([self._norm(block) for block in blocks])
-        if at_all or norms.device.type == "cpu":  # a look at the device costs nothing, or is taken now and then
-            self._warn_of_infinity(blocks, norms)
-        last = {block.weight: (block, norm) for block, norm in zip(blocks, norms.unbind(), strict=True)}  # of a weight read in two ways
-        factors = {weight: self._factor(block, self._change(block, norm)) for weight, (block, norm) in last.items() if block in bounded}
-        for block in blocks:
-            self._factor_of.update(dict.fromkeys(block.parameters, factors.get(block.weight, torch.ones_like(norms[0]))))
-
-    def _norm(self, block: Block) -> Tensor:
-        """‖U‖ over the gradients of the weight and the bias."""
-        gradients = [distributed.full(g) for g in block.gradients()]
-        dtype = wide(block.weight.dtype)
-        return torch.stack([n.to(dtype) for n in foreach_norm([g.to(wide(g.dtype)) for g in gradients])]).norm()
-
-    def _change(self, block: Block, norm: Tensor) -> Tensor:
-        """``ρ = reach · ‖U‖``. The reach is measured with each new inverse: it follows Σ, while a norm follows the step."""
-        state = self.state[block.weight]
-        if block.moments["Sigma"].value is None:  # no row has come yet, and no gradient
-            return norm
-        if "reach" not in state or self.preconditioner.fresh(block):
-            state["reach"] = self._reach(block)
-        return norm * state["reach"].to(norm.dtype)
-
-    def _reach(self, block: Block) -> Tensor:
-        Sigma, layer = block.moments["Sigma"].value, block.layer
-        assert Sigma is not None
-        U, bias = block.raw().to(Sigma.dtype), layer.bias
-        W = layer.join(distributed.full(block.weight), None if bias is None else distributed.full(bias))
-        if Sigma.dim() > U.dim():  # diagonal in blocks of inputs
-            return reach(in_blocks(U, len(Sigma)), Sigma, in_blocks(W, len(Sigma)), blocks=len(Sigma))
-        return reach(U, Sigma, W)
-
-    def _factor(self, block: Block, rho: Tensor) -> Tensor:
-        """What to multiply lr·U by. The largest sum that momentum can make of bounded updates is theirs over 1 - μ: so it is bounded."""
-        group = block.options
-        fresh = 1 - group["momentum"]
-        if not group["paced"]:
-            tau = group["max_change"] * fresh / max(group["lr"], TINY)
-            return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
-        return fresh * paced(rho, self._usual(block.weight, rho).to(rho.dtype))
-
-    def _usual(self, weight: nn.Parameter, rho: Tensor) -> Tensor:
-        """``ρ̄``, the root of the normalised moving average of ρ²."""
-        state = self.state[weight]
-        before = state.get("change", torch.zeros_like(rho)).to(rho.dtype)
-        state["step"], state["change"] = state.get("step", torch.zeros(())) + 1, rho.square().lerp(before, MEMORY)
-        mass: float = 1 - MEMORY ** float(state["step"])
-        return (state["change"] / mass).sqrt()
-
-    def _warn_of_infinity(self, blocks: list[Block], norms: Tensor) -> None:
-        """Say which layers have lost their gradient."""
-        schedule = self.preconditioner.schedule
-        lost = [block.name for block, norm in zip(blocks, norms.tolist(), strict=True) if not math.isfinite(norm)]
-        if lost:
-            every = "every layer" if len(lost) == len(self.preconditioner.blocks) else ", ".join(lost[:5])
-            paced = self.param_groups[0]["paced"]
-            remedy = "a smaller max_change" if paced else "a smaller lr, a larger damping, or no lr at all (FOOF(model))"
-            self.preconditioner.warn(
-                f"step {schedule.t + 1}: the neuron gradient of {every} is not finite, and after this step the weights are not, either. If "
-                f"the loss was finite, go back to a checkpoint and try {remedy}; if it was not, look for what made it so.", once="infinity",
-            )  # fmt: skip
+            for each in self.param_groups:
+                if each.get("paced", False) not in (False, True, each.get("max_change")):  # True: of an early checkpoint
+                    raise ValueError(
+                        f"max_change was {each['paced']:g} when FOOF(model) was made, and is {each['max_change']} in its param_groups now, "
+                        'which nothing reads: without a learning rate the step is the group\'s "lr". Change that.'
+                    )
+        super()._update(group)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from foof._torch import foreach_add_, foreach_mul_
+from foof._torch import foreach_add_, foreach_addcmul_, foreach_mul_
 from foof.linalg import damped_inverse, eigh
 
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # K. Jordan's: the steepest slope at zero that keeps singular values near one
@@ -52,8 +52,22 @@ def relative_inverse(Sigma: Tensor, ridge: float, power: float = -1.0, name: str
     scaled = relative(Sigma)
     if power == -1.0:
         return damped_inverse(scaled, ridge, name)
-    s, U = eigh(scaled)
+    return damped_power(scaled, ridge, power)
+
+
+def damped_power(Sigma: Tensor, damping: float | Tensor, power: float) -> Tensor:
+    """``(Σ + λI)^power`` in the eigenbasis. Σ ``(..., m, m)``, λ a number or ``(...)``."""
+    s, U = eigh(Sigma)
+    ridge = damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping
     return (U * (s + ridge).pow(power).unsqueeze(-2)) @ U.mT
+
+
+def blended(G: Tensor, N: Tensor, beta: float, graft: bool) -> Tensor:
+    """``(1 − β) G + β N`` of a gradient and its neuron gradient; grafted with ``N ‖G‖/‖N‖`` in place of N. Where N = 0 it stays 0."""
+    if graft:
+        size = N.norm()
+        N = N * torch.where(size == 0, size, G.norm() / size)
+    return G.lerp(N, beta)
 
 
 # --- Muon ------------------------------------------------------------------------------------------------------------------------
@@ -98,11 +112,9 @@ def momentum_of(buffer: Tensor, gradient: Tensor, momentum: float = 0.95, nester
     return gradient.lerp(buffer, momentum) if nesterov else buffer
 
 
-def orthogonal_update(M: Tensor, inverse: Tensor | None = None, steps: int = 5, scale: str = "original") -> Tensor:
-    """``scale · orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
-    if inverse is not None:
-        M = M.to(inverse.dtype) @ inverse
-    return newton_schulz(M, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
+def orthogonalised(M: Tensor, inverse: Tensor | None = None, steps: int = 5) -> Tensor:
+    """``orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
+    return newton_schulz(M if inverse is None else M.to(inverse.dtype) @ inverse, steps)
 
 
 def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None, momentum: float = 0.95, nesterov: bool = True,
@@ -116,7 +128,8 @@ def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None,
     P stands between momentum and orthogonalisation: P is refreshed while B remembers, and B of neuron gradients would mix
     gradients seen through one P with those seen through another.
     """
-    return orthogonal_update(momentum_of(buffer, gradient, momentum, nesterov), inverse, steps, scale)
+    M = momentum_of(buffer, gradient, momentum, nesterov)
+    return orthogonalised(M, inverse, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
 
 
 # --- Adam in the eigenbasis ------------------------------------------------------------------------------------------------------
@@ -174,20 +187,28 @@ def relative_change(change: Tensor, size: Tensor, unit: Tensor) -> Tensor:
     return torch.where((change == 0) & (size == 0), change, change / size).clamp_min(0).sqrt()
 
 
-def reach(update: Tensor, Sigma: Tensor, weight: Tensor, blocks: int = 1) -> Tensor:
+def reach(update: Tensor, Sigma: Tensor, weight: Tensor, inputs: int | None = None) -> Tensor:
     """``ρ(U)/‖U‖``, one number for all groups: what to multiply an update's norm by to know how far it moves the outputs.
 
-    Where Σ is diagonal in blocks of inputs, the leading dimension is over these ``blocks``, whose outputs add up.
+    Where Σ is diagonal in blocks of inputs, the leading dimension is over these, their outputs add up, and ``inputs`` is how many of them
+    there are in all: the last block may be filled up.
 
     For U = 0 that of an update alike in all directions. ``U Σ Uᵀ`` costs 2·n·m² where a norm costs n·m: so that it can be measured now and
     then, the trace is over no more than ``NEURONS`` of the n, evenly spread.
     """
+    return relative_change(*reach_powers(update, Sigma, weight, inputs).unbind())
+
+
+def reach_powers(update: Tensor, Sigma: Tensor, weight: Tensor, inputs: int | None = None) -> Tensor:
+    """What `relative_change` makes a `reach` of: the change of the outputs over ``‖U‖²``, their size, its unit; ``(3,)``. Linear in Σ."""
     n = update.shape[-2]
     some = slice(None, None, max(1, -(-n // NEURONS)))
     U, W = update[..., some, :], weight[..., some, :].to(update.dtype)
     power, size = U.square().sum(), output_power(W, Sigma).sum() * (n / U.shape[-2])
-    change = torch.where(power == 0, unit_power(Sigma, 1).mean(), output_power(U, Sigma).sum() / power)
-    return relative_change(change, size, unit_power(Sigma, n).sum() / blocks)
+    unit = unit_power(Sigma, n).sum() * (1 if inputs is None else Sigma.shape[-1] / inputs)
+    groups = 1 if inputs is not None else Sigma.shape[:-2].numel()
+    change = torch.where(power == 0, unit / (n * groups), output_power(U, Sigma).sum() / power)
+    return torch.stack([change, size, unit])
 
 
 def paced(rho: Tensor, usual: Tensor) -> Tensor:
@@ -203,32 +224,16 @@ def paced(rho: Tensor, usual: Tensor) -> Tensor:
 def descend_by(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], factors: list[Tensor], lr: float, momentum: float,
                weight_decay: float) -> None:  # fmt: skip
     """`descend` with each gradient multiplied by a factor of its own, a tensor of one number: ``v ← μ v + f g``."""
-    for i, (p, g, f) in enumerate(zip(params, gradients, factors, strict=True)):
-        if weight_decay:
-            p.mul_(1 - lr * weight_decay)
-        if momentum:
-            p.add_(buffers[i].mul_(momentum).addcmul_(g, f), alpha=-lr)
-        else:
-            p.addcmul_(g, f, value=-lr)
+    if weight_decay:
+        foreach_mul_(params, 1 - lr * weight_decay)
+    if momentum:
+        foreach_mul_(buffers, momentum)
+        foreach_addcmul_(buffers, gradients, factors)
+        foreach_add_(params, buffers, alpha=-lr)
+    else:
+        foreach_addcmul_(params, gradients, factors, value=-lr)
 
 
-def bounded(update: Tensor, rho: Tensor, tau: float | Tensor) -> Tensor:
-    """``ΔW · min(1, τ/ρ)``. update ``(..., n, m)``, ρ ``(...)``."""
-    factor = torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
-    return update * factor[..., None, None].to(update.dtype)
-
-
-def neuron_power(gradient: Tensor, update: Tensor, damping: float | Tensor) -> Tensor:
-    """``tr(U Σ Uᵀ) = ⟨G, U⟩ − λ‖U‖²`` for ``U = G (Σ + λI)⁻¹``, without Σ: ``(...)``. λ a number or ``(...)``.
-
-    A difference: for λ far above Σ it loses about log10(λ/‖Σ‖) digits, and rounding may leave it slightly below 0.
-    """
-    return (gradient * update).sum(dim=(-2, -1)) - damping * (update * update).sum(dim=(-2, -1))
-
-
-def inner_by_rows(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``⟨Eᵀ A, Eᵀ B⟩ = ⟨E Eᵀ, A Bᵀ⟩``, without the ``(n, m)`` matrices: ``(...)``. Rows e ``(..., R, n)``, a and b ``(..., R, m)``.
-
-    With ``B = A P`` that is ``⟨G, U⟩`` of `neuron_power`, with both A P its ``‖U‖²``; cheaper than they are where R < n, m.
-    """
-    return ((e @ e.mT) * (a @ b.mT)).sum(dim=(-2, -1))
+def at_most(tau: float | Tensor, rho: Tensor) -> Tensor:
+    """``min(1, τ/ρ)``: what a step that moves the outputs by ρ is multiplied by where it may move them by τ; ``(...)``. NaN stays NaN."""
+    return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)

@@ -49,10 +49,9 @@ class Turns:
     def __init__(self, blocks: list[Block], estimator: Estimator, schedule: Schedule, process_group: Any) -> None:
         self._estimator, self._schedule, self._process_group = estimator, schedule, process_group
         costs, group = [sharing.inversion_cost(block) for block in blocks], distributed.group_of(process_group)
-        befores = accumulate(costs, initial=0)
-        self.turn = {
-            block: Turn(before, cost, sum(costs), estimator.parts(block)) for block, before, cost in zip(blocks, befores, costs, strict=False)
-        }
+        befores = [0, *accumulate(costs[:-1])]
+        shares = zip(blocks, befores, costs, strict=True)
+        self.turn = {block: Turn(before, cost, sum(costs), estimator.parts(block)) for block, before, cost in shares}
         owners = [0] * len(blocks) if group is None else sharing.share_out(blocks, group)
         self.owner = dict(zip(blocks, owners, strict=True))  # the rank that makes its inverse
         self.making: dict[Block, Making] = {}

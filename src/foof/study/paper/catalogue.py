@@ -18,6 +18,10 @@ class Entry:
     nets: bool = False  # of the convolutional half, which has data sets of its own
 
 
+GOOD_STEPS = (
+    "Natural gradients gained little by an adaptive damping, step size and momentum (Martens & Grosse 2015). Here both they and KFAC have "
+    "them: does KFAC lead with good steps, too?"
+)
 CATALOGUE: dict[str, Entry] = {
     "toy": Entry(
         "Two datapoints that disagree", "Appendix F",
@@ -65,6 +69,8 @@ CATALOGUE: dict[str, Entry] = {
     "fig4c": Entry("What the second factor adds", "Section 4.2, Fig. 4C", "Along KFAC's trajectory, the share of the batch's loss that "
                    "its update removes, with and without the second factor (rescaled to the same norm per layer).",
                    "Fig. J.11C", draws="decrease"),
+    "time": Entry("Loss against time", "Section 4.2", "FOOF makes more progress per update than KFAC, and its updates cost less. What "
+                  "counts in the end is time: the training loss of every method over seconds of one core.", draws="seconds"),
     "generalisation": Entry("Unseen images", "Section 5", "The advantage in training loss usually carries over to validation accuracy; "
                             "FOOF and KFAC behave alike.", "Section 5", draws="accuracy"),
     "robustness": Entry("What FOOF does not depend on", "Appendix D.3", "The decay m of the moving average, the schedule S and T and the "
@@ -75,6 +81,16 @@ CATALOGUE: dict[str, Entry] = {
                      "biases natural gradients; an independent one avoids that.", "Fig. I.7"),
     "bayesian": Entry("A damping nobody tuned", "Appendix K", "A Bayesian reading suggests λ = the precision of the weight initialisation; "
                       "then only the learning rate is left to tune."),
+    "finer": Entry("A finer grid of λ", "Appendices D.2, D.3", "Refining the grid of λ from 10^(2i) to 10^i hardly improves FOOF."),
+    "finer-kfac": Entry("A finer grid of λ for KFAC", "Appendix D.2", "Nor does it KFAC."),
+    "inside": Entry(
+        "Inside FOOF and KFAC", "Appendices D.4, G, H.2, K",
+        "KFAC's λ_A, the damping of its first factor, is close to FOOF's λ; Σ changes slowly; inverting it is about ten times faster than "
+        "decomposing it into singular values; and as a posterior of weights the first factor alone might do as well as both.",
+        draws="inside"),
+    "adaptive-1a": Entry("Constant steps or good steps?", "Appendix A, Fig. 1A", f"{GOOD_STEPS} On mini-batches."),
+    "adaptive-1d": Entry("Good steps, nothing approximated", "Appendix A, Fig. 1D", f"{GOOD_STEPS} With full batches of few images."),
+    "adaptive-2a": Entry("Good steps in one layer", "Appendix A, Fig. 2A", f"{GOOD_STEPS} In one layer, with full batches of few images."),
     "one-hidden": Entry("One hidden layer of 500 on MNIST", "", "Where earlier work has a loss of 0.3 and less than 95 % accuracy, KFAC "
                         "reaches a loss a hundred times smaller and 98 %.", "Appendix H.1.1"),
 }  # fmt: skip

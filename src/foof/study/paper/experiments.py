@@ -19,10 +19,12 @@ from foof.study.paper.rules import Found, decide
 from foof.study.paper.searches import SGD
 from foof.study.paper.toy import toy
 from foof.study.paper.verdicts import Ruling, Verdict
+from foof.study.search.estimate import remaining
 from foof.study.search.grids import Get, RunAll, Search, look, tune_all
 from foof.study.search.presets import Preset
 from foof.study.search.store import Store
 from foof.study.train.run import missing_data
+from foof.study.train.setting import Setting
 
 RUNS = {**searches.RUNS, **networks.RUNS}
 TOY_CLAIMS = ("toy-sgd", "toy-foof")  # computed, not run
@@ -85,6 +87,7 @@ class Outcome:
     preset: Preset
     found: Found
     verdicts: list[Verdict]
+    left: tuple[Setting, ...] = ()  # runs that are still to be done, as far as can be told
 
 
 class NotRun(LookupError):
@@ -165,8 +168,10 @@ def recall(experiments: Sequence[Experiment], preset: Preset, get: Get) -> list[
     """Judge from records alone, as far as they go. Nothing is trained."""
     outcomes = []
     for e in experiments:
-        looks = {label: look(search, get).tuned for label, search in e.searches(preset).items()}
-        outcomes.append(outcome(e, preset, {label: tuned for label, tuned in looks.items() if tuned}))
+        searches_ = e.searches(preset)
+        looks = {label: look(search, get).tuned for label, search in searches_.items()}
+        left = dict.fromkeys(s for search in searches_.values() for s in remaining(search, get))
+        outcomes.append(replace(outcome(e, preset, {label: tuned for label, tuned in looks.items() if tuned}), left=tuple(left)))
     return outcomes
 
 

@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, effect, spread
-from foof.study.search.grids import Tuned
+from scipy.stats.contingency import odds_ratio
+
+from foof.study.paper.verdicts import CONFIDENCE, Condition, Effect, Ruling, Spread, effect, spread
+from foof.study.search.grids import Tuned, exploded
 from foof.study.train.setting import Record
 
 Found = Mapping[str, Tuned]  # what each search of an experiment found; those without records are left out
@@ -40,6 +42,22 @@ def _final(name: str) -> Callable[[Record, int | None], float]:
     return value
 
 
+SOON = 0.2  # the training loss that methods are timed to
+RUNNING = 5  # logged losses that are averaged
+
+
+def _cpu_to_loss(record: Record, until: int | None = None) -> float:
+    """Seconds of one core until the mean of `RUNNING` logged mini-batch losses is at most `SOON`; infinite if it never is."""
+    steps, losses = record.series["step"], record.series["loss"]
+    ends = range(RUNNING, len(losses) + 1)
+    there = next((steps[i - 1] for i in ends if statistics.fmean(losses[i - RUNNING : i]) <= SOON), math.inf)
+    return there * record.cost.get("cpu_per_step", math.nan)
+
+
+def _damping(record: Record, until: int | None = None) -> float:
+    return record.setting.damping if isinstance(record.setting.damping, float) else math.nan
+
+
 def _error(name: str) -> Callable[[Record, int | None], float]:
     def value(record: Record, until: int | None = None) -> float:
         return 1 - record.final.get(name, math.nan)
@@ -61,6 +79,7 @@ class Quantity:
     value: Callable[[Record, int | None], float]
     scale: float = 1.0
     unit: str = ""
+    never: str = "diverged"  # what is said of a run for which it is infinite
 
 
 QUANTITIES: dict[str, Quantity] = {
@@ -73,6 +92,16 @@ QUANTITIES: dict[str, Quantity] = {
     "similarity": Quantity("cosine with FOOF's update", _mean_of("similarity", late=True)),
     "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease", late=False), 100, " %"),
     "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without", late=False), 100, " %"),
+    "test_loss": Quantity("loss on the test images", _final("test_loss")),
+    "cpu_to_loss": Quantity(f"time on one core to a loss of {SOON:g}", _cpu_to_loss, unit=" s", never="did not get there"),
+    "damping": Quantity("λ", _damping),
+    "lambda_A": Quantity("λ_A, geometric mean over layers", _mean_of("lambda_A", late=True)),
+    "sigma_drift": Quantity("relative change of Σ in 100 steps", _mean_of("sigma_drift", late=True)),
+    "sigma_noise": Quantity("relative error of one mini-batch's Σ", _mean_of("sigma_noise", late=True)),
+    "inverse_seconds": Quantity("time of an inverse", _final("inverse_seconds"), 1000, " ms"),
+    "svd_seconds": Quantity("time of a singular value decomposition", _final("svd_seconds"), 1000, " ms"),
+    "posterior_both": Quantity("test loss of the posterior with both factors", _final("posterior_both")),
+    "posterior_first": Quantity("test loss of the posterior with the first factor alone", _final("posterior_first")),
     "cpu_per_step": Quantity("time per step on one core", _final("cpu_per_step"), 1000, " ms"),
 }
 LOSSES = ("loss", "averaged_loss")  # what settings are chosen by
@@ -97,7 +126,7 @@ class Term:
         found_here = self.spread(found, until)
         if math.isinf(found_here.mean):
             lost = sum(map(math.isinf, self.values(found, until).values()))
-            return f"{self.label} diverged on {lost} of {found_here.n} seeds"
+            return f"{self.label} {QUANTITIES[self.quantity].never} on {lost} of {found_here.n} seeds"
         return f"{self.label}: {found_here.say(QUANTITIES[self.quantity].unit)}"
 
 
@@ -150,6 +179,8 @@ class Between:
             over = f"{QUANTITIES[self.a.quantity].title}: {self.b.label} over {self.a.label}"
         if self.high == math.inf:
             return f"{over} above {self.low:.3g}; refuted below"
+        if self.low == 0:
+            return f"{over} below {self.high:.3g}; refuted above"
         return f"{over} between {self.low:.3g} and {self.high:.3g}; refuted below and above"
 
     def judge(self, found: Found, until: int | None) -> Measured:
@@ -213,6 +244,44 @@ class Bound:
         e = effect(dict.fromkeys(values, self.value), values)
         condition = Condition(e, 1.0, math.inf) if self.at_least else Condition(e, 0.0, 1.0)
         return Measured(f"{self.a.say(found, until)}; ratio to it {e}", condition.ruling, (condition,))
+
+
+@dataclass(frozen=True)
+class ExplodesMore:
+    """Of b's trials a larger share diverges or explodes than of a's.
+
+    The ratio is that of the odds, conditional on how many explode of both, with Fisher's exact 95 % interval: every trial of either search
+    counts as one, whatever its length, so searches should be alike.
+    """
+
+    a: str
+    b: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.a, self.b
+
+    def text(self) -> str:
+        return f"odds of a trial to diverge or explode: {self.b} over {self.a} above 1; refuted below"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        lost, kept = zip(*(self._count(found[label]) for label in (self.b, self.a)), strict=True)
+        e = self._effect(lost, kept)
+        says = [f"{label}: {x} of {x + y} trials" for label, x, y in zip((self.b, self.a), lost, kept, strict=True)]
+        condition = Condition(e, 1.0, math.inf)
+        return Measured(f"{'; '.join(says)} diverge or explode; ratio of the odds {e}", condition.ruling, (condition,))
+
+    def _count(self, tuned: Tuned) -> tuple[int, int]:
+        lost = sum(map(exploded, tuned.tried))
+        return lost, len(tuned.tried) - lost
+
+    def _effect(self, lost: tuple[int, ...], kept: tuple[int, ...]) -> Effect:
+        n = min(x + y for x, y in zip(lost, kept, strict=True))
+        if not sum(lost) or not sum(kept):
+            return Effect(math.nan, 0.0, math.inf, n)
+        found = odds_ratio([lost, kept])
+        interval = found.confidence_interval(CONFIDENCE)
+        return Effect(float(found.statistic), float(interval.low), float(interval.high), n)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from foof.study.search.grids import Row, Search
-from foof.study.search.presets import RIDGE, Preset, fixed, momenta, search
+from foof.study.search.grids import Row, Search, damping_at
+from foof.study.search.presets import RIDGE, TRIALS, Preset, fixed, momenta, search
 from foof.study.train.setting import Setting
 
 
@@ -36,7 +36,8 @@ LARGER, LARGEST = "Natural gradient, larger D", "Natural gradient, largest D"
 DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's scale
 HEURISTIC = label_3(KFAC, DAMPINGS[0])  # what Fig. 3A shows as heuristic damping: it is the first curve of Fig. 3C
 TS = (1, 10, 100)
-CHEAP_SEEDS = 5  # where a run takes seconds
+LATER = 200  # T > 100
+COARSE, FINE = "λ from 10^(2i)", "λ from 10^i"
 FULL_GRID = 20  # steps of the grids of full Fishers, of which one takes ten seconds and more
 
 
@@ -122,13 +123,12 @@ def fig2a(p: Preset, d: str) -> Runs:
     if p.fine and not p.centred:
         return {}  # see `notes`
     full = full_batch(p, d).but(hidden=())
-    seeds = CHEAP_SEEDS if p.centred else p.seeds
     return {
-        KFAC: replace(search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3), ridge=(-4, 4)), seeds=seeds),
-        NATURAL_FULL: replace(_exact(p, full, (0.1, 0.1), (0.3, 0.1)), seeds=seeds),
-        NATURAL_MC: replace(search(p, full.but(optimizer="natural"), (0.01, 0.01), (0.03, 0.01), ridge=(-4, 4)), seeds=seeds),
-        SGD: replace(_momenta(p, full, 0.03, 0.1), seeds=seeds),
-        GD: replace(search(p, full.but(optimizer="sgd"), (0.03, None), (0.1, None)), seeds=seeds),
+        KFAC: search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3), ridge=(-4, 4)),
+        NATURAL_FULL: _exact(p, full, (0.1, 0.1), (0.3, 0.1)),
+        NATURAL_MC: search(p, full.but(optimizer="natural"), (0.01, 0.01), (0.03, 0.01), ridge=(-4, 4)),
+        SGD: _momenta(p, full, 0.03, 0.1),
+        GD: search(p, full.but(optimizer="sgd"), (0.03, None), (0.1, None)),
     }
 
 
@@ -162,7 +162,7 @@ def _to_the_end(p: Preset, found: Search, *options: tuple[str, str]) -> Search:
     early = found.base
     grid_steps = p.grid_steps or early.steps
     whole = early.but(steps=p.base.steps, measure=(), options=(*EVERY_TEN, *options))
-    return replace(found, base=whole, grid_steps=grid_steps, stand_ins=(early, early.but(steps=grid_steps)))
+    return replace(found, base=whole, seeds=p.seeds_of(whole), grid_steps=grid_steps, stand_ins=(early, early.but(steps=grid_steps)))
 
 
 def fig3a(p: Preset, d: str) -> Runs:
@@ -227,7 +227,8 @@ def fig4a(p: Preset, d: str) -> Runs:
         for T in TS:
             timed = base(p, d).but(optimizer=name, lr=lr, damping=damping, steps=max(2 * T, 20), options=(("T", T), ("S", T)))
             found[f"{name.upper()}, T = {T}"] = fixed(p, timed, urgency=0)
-    return found
+    later = base(p, d).but(optimizer="foof", lr=0.1, damping=1.0, steps=LATER, options=(("T", LATER), ("S", LATER)))
+    return {**found, f"FOOF, T = {LATER}": fixed(p, later, urgency=2)}
 
 
 def fig4b(p: Preset, d: str) -> Runs:
@@ -248,8 +249,7 @@ def appendix_i(p: Preset, d: str) -> Runs:
     found = {}
     for name, options in (("independent", ()), ("same", (("same_batch", True),))):
         setting = base(p, d).but(optimizer="natural", options=options)
-        found[label_i(name, "low")] = search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=2, known=name == "independent",
-                                            ridge=None)
+        found[label_i(name, "low")] = search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=2, known=name == "independent", ridge=None)
         found[label_i(name, "high")] = search(p, setting, (10.0, 100.0), urgency=2, known=False, ridge=None)
     return found
 
@@ -286,6 +286,85 @@ def bayesian(p: Preset, d: str) -> Runs:
     return {SGD: _sgd(p, d), FOOF: _foof(p, d), FOOF_BAYESIAN: auto}
 
 
+def inside(p: Preset, d: str) -> Runs:
+    """What is looked at along a run, or at its end: Σ as it changes, how long it takes to invert, posteriors of its weights; KFAC's λ_A."""
+    foof, kfac = ((0.3, 1.0), (3e-3, 1e-2)) if p.centred else ((1.0, 1.0), (1e-2, 1e-2))
+    looked = base(p, d).but(optimizer="foof", lr=foof[0], damping=foof[1], steps=p.early,
+                            measure=("sigma_drift", "sigma_noise", "inversion", "posterior"))  # fmt: skip
+    split = base(p, d).but(optimizer="kfac", lr=kfac[0], damping=kfac[1], steps=max(p.early // 3, 1), measure=("lambda_A",))
+    return {
+        FOOF: fixed(p, looked.but(options=(("T", 100), ("S", 100), ("measure_every", 100 if p.fine else 1))), urgency=2),
+        KFAC: fixed(p, split.but(options=(*EVERY_TEN, ("measure_every", 2 * p.base.log_every))), urgency=2),
+    }
+
+
+def finer(p: Preset, d: str) -> Runs:
+    """FOOF's search, and the same with λ between those of its grid."""
+    found = _foof(p, d)
+    return _refined(p, found if p.centred else replace(found, extend=p.extend), RIDGE if p.centred else (-3, 3))
+
+
+def finer_kfac(p: Preset, d: str) -> Runs:
+    return {} if p.fine and not p.centred else _refined(p, _kfac(p, d), RIDGE)
+
+
+def _refined(p: Preset, found: Search, ridge: tuple[int, int]) -> Runs:
+    """A search with λ at 10^(2i), and one with λ at 10^i whose learning rates lie on the same ridge."""
+    middle = found.rows[len(found.rows) // 2]
+    below, above = (middle.moved(2 * way, by) for way, by in ((-1, ridge[0]), (1, ridge[1])))
+    between = [middle.moved(way, int(by / 2)) for way, by in ((-1, ridge[0]), (1, ridge[1]))]
+    return {
+        COARSE: replace(found, rows=(below, middle, above), urgency=2, known=False),
+        FINE: replace(found, rows=(below, between[0], middle, between[1], above), damping_every=1, urgency=2, known=False),
+    }
+
+
+def adaptive(label: str) -> str:
+    """A curve of a method whose steps are Appendix A's."""
+    return f"{label}, adaptive"
+
+
+def _adaptive(p: Preset, setting: Setting, damping: float, grid_steps: int | None = None) -> Search:
+    """Step size, momentum and λ by the quadratic model of the loss (Appendix A): only the λ to begin with is left to search, at as many
+    powers of ten around `damping` as others have trials."""
+    setting = setting.but(options=(*setting.options, ("adaptive", True)))
+    decades = range(-(TRIALS // 2), TRIALS // 2 + 1) if p.centred else (0,)
+    rows = tuple(Row((1.0,), damping_at(damping, i)) for i in decades)
+    short = grid_steps or p.grid_steps
+    return Search(setting, rows, 1, extend=p.extend, seeds=p.seeds_of(setting), urgency=2,
+                  grid_steps=short if p.centred and short and short < setting.steps else None)  # fmt: skip
+
+
+def _beside(constant: Runs, adapted: dict[str, Search]) -> Runs:
+    """Adaptive methods beside what they are with constant steps."""
+    return {**{label: constant[label] for label in (SGD, *adapted)}, **{adaptive(label): found for label, found in adapted.items()}}
+
+
+def adaptive_1a(p: Preset, d: str) -> Runs:
+    if p.fine and not p.centred:
+        return {}  # see `notes`
+    kfac, natural = base(p, d).but(optimizer="kfac", options=EVERY_TEN), base(p, d).but(optimizer="natural")
+    return _beside(fig1a(p, d), {KFAC: _adaptive(p, kfac, 1e-4), NATURAL: _adaptive(p, natural, 1.0)})
+
+
+def adaptive_1d(p: Preset, d: str) -> Runs:
+    return _adaptive_full(p, full_batch(p, d), fig1d(p, d), (("fisher", "full"),))
+
+
+def adaptive_2a(p: Preset, d: str) -> Runs:
+    return _adaptive_full(p, full_batch(p, d).but(hidden=()), fig2a(p, d), (("fisher", "full"), ("solver", "cg")))
+
+
+def _adaptive_full(p: Preset, full: Setting, constant: Runs, exact: tuple[tuple[str, str], ...]) -> Runs:
+    if p.fine and not p.centred:
+        return {}
+    return _beside(constant, {
+        KFAC: _adaptive(p, full.but(optimizer="kfac", options=THIS_BATCH), 1e-6),
+        NATURAL_FULL: _adaptive(p, full.but(optimizer="natural", options=exact), 1.0, FULL_GRID if full.hidden else None),
+        NATURAL_MC: _adaptive(p, full.but(optimizer="natural"), 1.0),
+    })  # fmt: skip
+
+
 def one_hidden(p: Preset, d: str) -> Runs:
     """Appendix H.1.1: one hidden layer of 500 on MNIST."""
     if d != "mnist":
@@ -297,9 +376,15 @@ def generalisation(p: Preset, d: str) -> Runs:
     return {SGD: _sgd(p, d), KFAC: _kfac(p, d), FOOF: _foof(p, d)}
 
 
+def time_to_loss(p: Preset, d: str) -> Runs:
+    return {**fig1a(p, d), FOOF: _foof(p, d)}
+
+
 RUNS: dict[str, Callable[[Preset, str], Runs]] = {
     "fig1a": fig1a, "fig1b": fig1b, "fig1c": fig1c, "fig1d": fig1d, "fig2a": fig2a, "fig2b": fig2b, "fig2c": fig2c,
     "fig3a": fig3a, "fig3b": fig3b, "fig3c": fig3c, "fig3d": fig3d, "fig4a": fig4a, "fig4b": fig4b, "fig4c": fig4c,
     "batches": appendix_i, "per-datapoint": per_datapoint, "robustness": robustness, "bayesian": bayesian,
-    "one-hidden": one_hidden, "generalisation": generalisation,
+    "one-hidden": one_hidden, "generalisation": generalisation, "adaptive-1a": adaptive_1a, "adaptive-1d": adaptive_1d,
+    "adaptive-2a": adaptive_2a, "inside": inside, "finer": finer, "finer-kfac": finer_kfac,
+    "time": time_to_loss,
 }  # fmt: skip

@@ -130,3 +130,9 @@ def effect(a: Mapping[int, float], b: Mapping[int, float]) -> Effect:
         return Effect(math.exp(mean), 0.0, math.inf, 1)
     half = float(stdtrit(n - 1, 0.5 + CONFIDENCE / 2)) * statistics.stdev(logs) / math.sqrt(n)
     return Effect(math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0)), n)
+
+
+def deciding(v: Verdict) -> Condition | None:
+    """Of several conditions the one that the ruling hangs on: a broken one first, then an undecided one."""
+    order = (Ruling.FAILS, Ruling.UNDECIDED, Ruling.HOLDS)
+    return min(v.conditions, key=lambda c: order.index(c.ruling), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from foof.study.search.grids import Search
+from foof.study.search.grids import Get, Search, look
 from foof.study.train.setting import Record, Setting
 
 RATE = 7e10  # multiplications and additions per second of one core in large products
@@ -73,3 +73,10 @@ def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int,
             wanted |= dict.fromkeys(search.reports(untried[0]))
     left = [setting for setting in wanted if setting not in there]
     return len(left), sum(map(core_seconds, left))
+
+
+def remaining(search: Search, get: Get) -> list[Setting]:
+    """The runs that a search lacks: what comes next, the rest of its first grid, and the seeds of what seems to win."""
+    grid = [search.short(s) for s in search.grid if s != search.middle and search.trial(s, get) is None]
+    seeds = search.reports(search.middle or search.grid[0]) if grid else []
+    return [s for s in dict.fromkeys((*look(search, get).missing, *grid, *seeds)) if get(s) is None]

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from foof.study.search.estimate import core_seconds
 from foof.study.search.grids import Row, Search, lr_at, lr_index
 from foof.study.train.setting import Setting
 
+MINUTES = 12 * 60.0  # seconds on one core of a run that takes minutes: all but Fishers of more than the batch, full ones, standard damping
 Pair = tuple[float, float | str | None]  # learning rate, λ
 
 
@@ -43,7 +45,7 @@ class Preset:
     name: str
     about: str
     base: Setting
-    seeds: int
+    seeds: int  # that report
     fine: bool  # whole grids of learning rates; otherwise one value
     images: int  # of figures with full batches
     full_steps: int  # their steps
@@ -54,6 +56,11 @@ class Preset:
     extend: int = 1  # how often it may grow
     nets: Nets | None = None
     reduced: bool = False  # smaller than the paper, but searched as it is, and shown beside its curves
+    short_seeds: int | None = None  # that report where a run takes minutes; None: as many as elsewhere
+
+    def seeds_of(self, setting: Setting) -> int:
+        """How many seeds report a setting."""
+        return self.short_seeds if self.short_seeds and core_seconds(setting) < MINUTES else self.seeds
 
     @property
     def mark(self) -> str:
@@ -134,10 +141,10 @@ PRESETS: dict[str, Preset] = {
     ),
     "paper": Preset(
         "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs; its own settings first, then shorter runs "
-        "around them; what is clearly better there (by a tenth) goes on; three seeds of what wins",
+        "around them; what is clearly better there (by a tenth) goes on; five seeds of what wins where a run takes up "
+        "to 12 minutes on one core, three elsewhere",
         Setting(source="full", steps=6000), seeds=3, fine=True, images=1000, full_steps=100, early=1800,
-        datasets=("fashion-mnist", "mnist"), centred=True, grid_steps=1200,
-        nets=PAPER_NETS,
+        datasets=("fashion-mnist", "mnist"), centred=True, grid_steps=1200, nets=PAPER_NETS, short_seeds=5,
     ),
 }  # fmt: skip
 
@@ -163,15 +170,15 @@ def search(
     lr, damping = paper if preset.centred or quick is None else quick
     row = Row(ladder(lr, 3) if preset.fine else (lr,), damping)
     if not preset.centred:
-        return Search(setting, (row,), seeds=preset.seeds)
+        return Search(setting, (row,), seeds=preset.seeds_of(setting))
     rows: tuple[Row, ...] = (row,)
     if damping is None:
         rows = (Row(ladder(lr, TRIALS)),)
     elif isinstance(damping, float) and ridge is not None:
         rows = tuple(row.moved(every * i, i * (-ridge[0] if i < 0 else ridge[1])) for i in range(-below, 3 - below))
     short = grid_steps or preset.grid_steps
-    return Search(setting, rows, every, extend=preset.extend, seeds=preset.seeds, centre=(lr, damping), known=known, urgency=urgency,
-                  grid_steps=short if short and short < setting.steps else None)  # fmt: skip
+    return Search(setting, rows, every, extend=preset.extend, seeds=preset.seeds_of(setting), centre=(lr, damping), known=known,
+                  urgency=urgency, grid_steps=short if short and short < setting.steps else None)  # fmt: skip
 
 
 def of_task(preset: Preset, task: Task, setting: Setting, middle: Pair, urgency: int = 0, ridge: tuple[int, int] = RIDGE) -> Search:
@@ -208,4 +215,4 @@ def fixed(preset: Preset, setting: Setting, urgency: int = 1) -> Search:
     """A given setting, all seeds: for what does not depend on the learning rate, as time per step."""
     centre = (setting.lr, setting.damping)
     row = Row((setting.lr,), setting.damping)
-    return Search(setting, (row,), extend=0, seeds=preset.seeds, centre=centre, urgency=urgency)
+    return Search(setting, (row,), extend=0, seeds=preset.seeds_of(setting), centre=centre, urgency=urgency)

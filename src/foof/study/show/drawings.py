@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import plotly.graph_objects as go
@@ -14,7 +14,7 @@ from foof.study.paper import published
 from foof.study.paper.catalogue import CATALOGUE
 from foof.study.paper.experiments import Outcome
 from foof.study.paper.rules import LOSSES, Found, Term
-from foof.study.paper.searches import FOOF_LAMBDA_A, KFAC
+from foof.study.paper.searches import FOOF, FOOF_LAMBDA_A, KFAC
 from foof.study.paper.toy import Toy, toy
 from foof.study.paper.verdicts import Spread, spread
 from foof.study.search.presets import Preset
@@ -44,12 +44,13 @@ class Curves:
     published: Sequence[Curve] = ()
     y: str = "training loss"
     log: bool = True
+    x: str = "step"
 
     def figure(self) -> go.Figure:
-        return curves_figure(self.curves, self.heading, self.y, self.log, self.published)
+        return curves_figure(self.curves, self.heading, self.y, self.log, self.published, self.x)
 
     def svg(self) -> str:
-        return curves_svg(self.curves, self.heading, self.y, self.log, self.published)
+        return curves_svg(self.curves, self.heading, self.y, self.log, self.published, self.x)
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,38 @@ def times(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawi
     return [Bars(heading, "times SGD", ours, theirs, log=True)]
 
 
+def seconds(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+    """Losses over time: the steps of a curve times its mean time per step."""
+    timed = {label: Term(label, "cpu_per_step").spread(found, None).mean / 1000 for label in found}
+    keep = 0.9 if min(len(r.series["step"]) for t in found.values() for r in t.records) >= POINTS_TO_SMOOTH else 0.0
+    over_steps = [curve(t.records, label, keep=keep) for label, t in found.items() if math.isfinite(timed[label])]
+    curves = [replace(c, steps=[timed[c.label] * step for step in c.steps]) for c in over_steps]
+    return [Curves("Training loss of mini-batches over time on one core", curves, x="seconds of one core")]
+
+
 def accuracies(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
     ours = {label: Term(label, "test_accuracy").spread(found, None) for label in found}
-    return [Bars("Accuracy on the test images at the end of training", "test accuracy in %", ours)]
+    losses_ = {label: Term(label, "test_loss").spread(found, None) for label in found}
+    return [
+        Bars("Accuracy on the test images at the end of training", "test accuracy in %", ours),
+        Bars("Loss on the test images at the end of training", "test loss", losses_),
+    ]
+
+
+def insides(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
+    """Along FOOF's run Σ as it changes and as a mini-batch estimates it; along KFAC's λ_A, beside FOOF's λ."""
+    drawn: list[Drawing] = []
+    if FOOF in found:
+        records, names = found[FOOF].records, {"sigma_drift": "since 100 steps before", "sigma_noise": "of one mini-batch's estimate"}
+        curves = [curve(records, f"{FOOF}: {said}", name, x="measured_at") for name, said in names.items()]
+        drawn.append(Curves("Relative distance from Σ", curves, (), "relative distance", log=False))
+    if KFAC in found:
+        split = curve(found[KFAC].records, "KFAC: λ_A", "lambda_A", x="measured_at")
+        chosen = Term(FOOF, "damping").spread(found, None).mean if FOOF in found else math.nan
+        level = [chosen] * len(split.steps)
+        own = [Curve("FOOF: λ", split.steps, level, level, level, 1)] if math.isfinite(chosen) else []
+        drawn.append(Curves("Damping of Σ: KFAC's λ_A and FOOF's λ", [split, *own], (), "damping", log=True))
+    return drawn
 
 
 DRAW: dict[str, Callable[[str, str, Found, Preset], list[Drawing]]] = {
@@ -190,6 +220,8 @@ DRAW: dict[str, Callable[[str, str, Found, Preset], list[Drawing]]] = {
     "decrease": decreases,
     "time": times,
     "accuracy": accuracies,
+    "seconds": seconds,
+    "inside": insides,
     "averaged": averaged,
 }
 

@@ -120,7 +120,7 @@ def _rgba(hex_: str, alpha: float) -> str:
 
 
 def curves_figure(
-    curves: Iterable[Curve], heading: str, y: str = "training loss", log: bool = True, published: Iterable[Curve] = ()
+    curves: Iterable[Curve], heading: str, y: str = "training loss", log: bool = True, published: Iterable[Curve] = (), x: str = "step"
 ) -> go.Figure:
     """Mean over seeds as a line, mean ± deviation as a band; the published curves dotted behind."""
     figure, curves, published = go.Figure(), list(curves), list(published)
@@ -138,7 +138,7 @@ def curves_figure(
             x=c.steps, y=c.mean, name=c.label, mode="lines", legendgroup=c.label,
             line={"color": colour(c.label), "width": 2.5}, hovertemplate="%{y:.4g}",
         )  # fmt: skip
-    figure.update_xaxes(title="step")
+    figure.update_xaxes(title=x)
     figure.update_yaxes(title=y, **({**log_axis([v for c in curves for v in c.mean]), **_in_view(curves, published)} if log else {}))
     return style(figure, heading)
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -17,18 +17,20 @@ from plotly.offline import get_plotlyjs
 
 from foof.study.paper.answers import Answer, answers
 from foof.study.paper.catalogue import CATALOGUE
+from foof.study.paper.changes import UNTIL, Change, changes
 from foof.study.paper.experiments import Experiment, Outcome, recall, remembered
+from foof.study.paper.left import Left, left, total
 from foof.study.paper.notes import note
 from foof.study.paper.rules import Term
 from foof.study.paper.trials import Trials, trials
-from foof.study.paper.verdicts import Ruling, Verdict, of, spread
+from foof.study.paper.verdicts import Ruling, Verdict, deciding, of, spread
 from foof.study.search.grids import Tuned
 from foof.study.search.presets import PRESETS, Preset
 from foof.study.search.store import Store
 from foof.study.show.drawings import compare, draw
 from foof.study.show.headline import Headline, headline
 from foof.study.show.plots import row_name
-from foof.study.show.scoreboard import Group, bar_svg, brief, deciding, groups
+from foof.study.show.scoreboard import Group, bar_svg, brief, groups
 from foof.study.show.svg import side_by_side
 from foof.study.train.setting import Record, Setting
 
@@ -183,12 +185,17 @@ class FirstScreen:
     preset: str
     groups: list[Group]
     answers: list[Answer]
+    changes: list[Change] = field(default_factory=list)  # at the paper's scale
+    left: list[Left] = field(default_factory=list)
+    total: tuple[int, float] = (0, 0.0)  # runs that are left, and their core-hours
 
 
 def first_screen(preset: Preset, outcomes: Sequence[Outcome], beside: Sequence[Outcome]) -> FirstScreen:
     """Of the paper's scale where there are records of it."""
     shown, at = (beside, PRESETS["paper"]) if beside else (outcomes, preset)
-    return FirstScreen(at.name, groups([v for o in shown for v in o.verdicts]), answers(shown))
+    verdicts = [v for o in shown for v in o.verdicts]
+    found = FirstScreen(at.name, groups(verdicts), answers(shown))
+    return replace(found, changes=changes(verdicts), left=left(shown), total=total(shown)) if at.centred else found
 
 
 def render(
@@ -202,6 +209,7 @@ def render(
         lines=found, sections=sections, waiting=waiting, facts=said, rulings=[(r, counts[r]) for r in Ruling], headline=top,
         figure_json=_figure_json, label=_label, plotly_js=get_plotlyjs(), groups=first.groups, answers=first.answers,
         board_preset=first.preset, brief=brief, bar=bar_svg, trials=tuning, not_run=sum(not line.shown for line in found), mark=mark,
+        changes=first.changes, left=first.left, total=first.total, until=UNTIL,
     )  # fmt: skip
 
 

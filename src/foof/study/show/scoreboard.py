@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from foof.study.paper.claims import ABOUT
-from foof.study.paper.verdicts import Condition, Ruling, Verdict
+from foof.study.paper.verdicts import Condition, Ruling, Verdict, deciding
 
 MARKS = {Ruling.HOLDS: "✓", Ruling.FAILS: "✕", Ruling.UNDECIDED: "?", Ruling.NOT_RUN: "–"}
 CLASSES = {Ruling.HOLDS: "holds", Ruling.FAILS: "fails", Ruling.UNDECIDED: "undecided", Ruling.NOT_RUN: "not-run"}
@@ -53,12 +53,6 @@ def groups(verdicts: Sequence[Verdict]) -> list[Group]:
     return found
 
 
-def deciding(v: Verdict) -> Condition | None:
-    """Of several conditions the one that the ruling hangs on: a broken one first, then an undecided one."""
-    order = (Ruling.FAILS, Ruling.UNDECIDED, Ruling.HOLDS)
-    return min(v.conditions, key=lambda c: order.index(c.ruling), default=None)
-
-
 def bar(c: Condition, x: float = 0.0, y: float = 0.0) -> str:
     """A ratio and its interval on a logarithmic axis with 1 in the middle; where the claim wants it is shaded."""
 
@@ -92,7 +86,7 @@ def brief(v: Verdict) -> str:
     if c is None or math.isnan(c.effect.ratio):
         return ""
     e = c.effect
-    if e.low == e.high:
+    if e.low == e.high and (math.isinf(e.ratio) or not e.ratio):
         return "diverges" if e.ratio else "other diverges"
     return f"{e.ratio:.2g}×" + (f" ({e.low:.2g}–{e.high:.2g})" if e.n > 1 else " (n = 1)")
 

@@ -30,7 +30,7 @@ from foof.study.train import models
 from foof.study.train.averages import Average
 from foof.study.train.batches import Batch, Batches
 from foof.study.train.checkpoints import Checkpoint
-from foof.study.train.measurements import AFTER, BEFORE, Moment, needs_raw_gradients
+from foof.study.train.measurements import AFTER, AT_END, BEFORE, Moment, needs_raw_gradients
 from foof.study.train.methods import method, optimizer_of
 from foof.study.train.objectives import CROSS_ENTROPY, Objective, objective
 from foof.study.train.setting import Record, Setting, Value
@@ -134,7 +134,8 @@ class _Loop:
         self.batches = Batches(train, setting.batch_size, setting.seed + 1, augmented)
         self.extra = Batches(train, setting.batch_size, setting.seed + 2, augmented)
         self.fisher = Batches(train, setting.option("fisher_batch", setting.batch_size), setting.seed + 3, augmented)
-        measured = ("measured_at", *setting.measure) if setting.measure else ()
+        series = [name for name in setting.measure if name not in AT_END]
+        measured = ("measured_at", *series) if series else ()
         averaged = ("averaged_loss",) if self.average else ()
         self.log = _Log({name: [] for name in ("step", "loss", *averaged, *measured)})
         self.number = 0  # of the last step
@@ -156,7 +157,7 @@ class _Loop:
         self.number += 1
         batch = self._here(next(self.batches))
         self._set_momentum()
-        log, measures = self.log, bool(self.setting.measure) and (self.number - 1) % self.every == 0
+        log, measures = self.log, "measured_at" in self.log.series and (self.number - 1) % self.every == 0
         begun, begun_cpu = time.perf_counter(), time.thread_time()
         self._own_fisher()
         out = self.model(batch[0])
@@ -174,6 +175,7 @@ class _Loop:
             if measures:
                 self._measure(BEFORE, moment, self.number)
             self.optimizer.step()
+        self._adapt(moment)
         log.seconds.append(time.perf_counter() - begun)
         log.cpu.append(time.thread_time() - begun_cpu)
         if measures:
@@ -181,6 +183,11 @@ class _Loop:
         self.optimizer.zero_grad()
         if self.average:
             self.average.update(self.model)
+
+    def _adapt(self, moment: Moment) -> None:
+        """λ by how well the quadratic model foresaw the step, from the loss of its batch before and after (Appendix A)."""
+        if getattr(self.optimizer, "adaptation_due", False):
+            self.optimizer.adapt_damping(moment.loss, moment.batch_loss().item())  # type: ignore[attr-defined]
 
     def _set_momentum(self) -> None:
         """Momentum is switched on after some epochs, where the setting says so."""
@@ -276,6 +283,8 @@ def _final(loop: _Loop) -> dict[str, float]:
         final |= {f"averaged_test_{what}": value for what, value in judged.items()}
     if not math.isfinite(final["train_loss"]):
         log.diverged = True
+    for name in loop.setting.measure if not log.diverged else ():
+        final |= AT_END[name](model, loop.optimizer, train) if name in AT_END else {}
     return final
 
 
