@@ -69,8 +69,8 @@ CATALOGUE: dict[str, Entry] = {
     "fig4c": Entry("What the second factor adds", "Section 4.2, Fig. 4C", "Along KFAC's trajectory, the share of the batch's loss that "
                    "its update removes, with and without the second factor (rescaled to the same norm per layer).",
                    "Fig. J.11C", draws="decrease"),
-    "time": Entry("Loss against time", "Section 4.2", "FOOF makes more progress per update than KFAC, and its updates cost less. What counts "
-                  "in the end is time: the training loss of every method over seconds of one core.", draws="seconds"),
+    "time": Entry("Loss against time", "Section 4.2", "FOOF makes more progress per update than KFAC, and its updates cost less. What "
+                  "counts in the end is time: the training loss of every method over seconds of one core.", draws="seconds"),
     "generalisation": Entry("Unseen images", "Section 5", "The advantage in training loss usually carries over to validation accuracy; "
                             "FOOF and KFAC behave alike.", "Section 5", draws="accuracy"),
     "robustness": Entry("What FOOF does not depend on", "Appendix D.3", "The decay m of the moving average, the schedule S and T and the "
