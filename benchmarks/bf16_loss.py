@@ -14,18 +14,18 @@ import time
 from pathlib import Path
 
 import torch
-from timing import mlp
 from torch import nn
 
 import foof
 from foof.study.data import load
+from foof.study.train.models import mlp
 
 STEPS, BATCH, RESULTS = 1800, 100, Path(__file__).with_suffix(".json")
 
 
 def train(bf16: bool, seed: int, hidden: int, images: torch.Tensor, labels: torch.Tensor) -> float:
     torch.manual_seed(seed)
-    model = mlp((784, hidden, hidden, hidden, 10))
+    model = mlp(784, [hidden] * 3, 10)
     order = torch.Generator().manual_seed(seed + 1)
     opt = foof.FOOF(model, lr=0.3, damping=1.0, T=10)
     losses: list[float] = []

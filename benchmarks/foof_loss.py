@@ -10,11 +10,11 @@ import sys
 import time
 
 import torch
-from timing import mlp
 from torch import nn
 
 import foof
 from foof.study.data import load
+from foof.study.train.models import mlp
 
 STEPS, BATCH = 1800, 100
 
@@ -22,7 +22,7 @@ STEPS, BATCH = 1800, 100
 def train(name: str, seed: int, images: torch.Tensor, labels: torch.Tensor) -> list[float]:
     """The loss of every step."""
     torch.manual_seed(seed)
-    model = mlp()
+    model = mlp(784, [1000] * 3, 10)
     order = torch.Generator().manual_seed(seed + 1)
     opt: torch.optim.Optimizer
     if name == "SGD+M":

@@ -33,7 +33,20 @@ def conv():
     )  # fmt: skip
 
 
-MODELS = {"mlp": lambda: mlp(5, 9, 7, 3), "conv": conv, "tied": Tied}
+class Attention(nn.Module):
+    """``nn.MultiheadAttention``, whose projections are covered from their gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.before(x).tanh().unsqueeze(1) * torch.arange(1, 4, dtype=x.dtype)[:, None]
+        return self.after(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+MODELS = {"mlp": lambda: mlp(5, 9, 7, 3), "conv": conv, "tied": Tied, "attention": Attention}
 
 
 def in_small_parts(make):
@@ -69,7 +82,7 @@ def batch(t, name, dtype=torch.float64, size=2 * BATCH):
     if name == "tied":
         x = torch.randint(0, 7, (size, 4), generator=g)
         return x, torch.randint(0, 7, (size, 4), generator=g)
-    shape = (size, 5) if name == "mlp" else (size, 2, 8, 8)
+    shape = (size, 5) if name in ("mlp", "attention") else (size, 2, 8, 8)
     return torch.randn(*shape, generator=g, dtype=dtype), torch.randint(0, 3, (size,), generator=g)
 
 

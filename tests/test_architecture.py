@@ -20,7 +20,7 @@ ROOMS = {
     "statistics": "statistics kronecker",  # second moments, and damped inverses made of them
     "passes": "likelihood tap gradients passes",  # where a and e meet, and who looks on
     "fisher": "gram woodbury conjugate fisher laplace ewc implicit",  # G Gᵀ, its damped inverse, and what these are for
-    "explain": "explain",
+    "explain": "explain cost",
     "optim": "optim.*",
     "public": "foof",
     "study.data": "study.data.*",
@@ -29,6 +29,7 @@ ROOMS = {
     "study.paper": "study.paper.*",
     "study.show": "study.show.*",
     "study": "study",
+    "bench": "bench.*",
     "cli": "cli",
 }
 # Who may use whom, besides its own room. What is not here is not allowed.
@@ -47,7 +48,8 @@ EDGES = {
     "study.paper": "study.train study.search",
     "study.show": "study.train study.search study.paper",
     "study": "",
-    "cli": "public study.data study.train study.search study.paper study.show",
+    "bench": "public ground layers explain study.data study.train",
+    "cli": "public bench study.data study.train study.search study.paper study.show",
 }
 
 

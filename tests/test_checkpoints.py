@@ -100,3 +100,25 @@ def test_a_checkpoint_of_another_architecture_changes_nothing():
     assert torch.equal(
         after["neurons"]["blocks"]["0"]["moments"]["Sigma"]["value"], before["neurons"]["blocks"]["0"]["moments"]["Sigma"]["value"]
     )
+
+
+def test_a_checkpoint_knows_which_damping_its_inverses_were_made_with():
+    def trained(twice: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).double()
+        x, y = torch.randn(6, 4).double(), torch.randn(6, 3).double()
+        opt = foof.FOOF(model, lr=0.1, damping=1.0, T=1)
+        opt.param_groups[0]["damping"] = 10.0  # the inverse of the first step
+        for damping in (10.0, 1.0, 1.0):
+            opt.param_groups[0]["damping"] = damping
+            nn.functional.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            if twice and damping == 10.0:
+                state = opt.state_dict()
+                opt.remove()
+                opt = foof.FOOF(model, lr=0.1, damping=1.0, T=1)  # made with the damping that comes next
+                opt.load_state_dict(state)
+        return model.weight.detach()
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=0)

@@ -27,6 +27,7 @@ def train_on_each(rank, cases, wrap, steps):
 
 EXACT = [("mlp", optimizer, torch.float64) for optimizer in OPTIMIZERS]
 EXACT += [(name, optimizer, torch.float64) for name in ("conv", "tied") for optimizer in ("foof", "foof paced", "foof bounded", "kfac")]
+EXACT += [("attention", "foof", torch.float64)]
 EXACT += [(name, "foof.Muon", torch.float64) for name in ("conv", "tied")]  # an eigenbasis is unique only where eigenvalues are apart
 ROUNDED = [("mlp", "foof", torch.float32), ("mlp", "kfac", torch.float32)]
 

@@ -70,3 +70,23 @@ def test_the_search_goes_one_beyond_an_edge(lm, monkeypatch):
     assert lm.selected("Muon", "tiny", 10) == 0.01
     losses.update({0.01: 3.0, 0.04: 0.5, 0.08: 0.4})
     assert lm.selected("Muon", "tiny", 10) == 0.08
+
+
+def test_a_race_takes_the_fraction_and_all_of_the_steps(lm, capsys):
+    lm.race(["foof.Muon", "Muon"], "tiny", 10, 0.8, 0.02, 0)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("foof.Muon: 8 steps, ")
+    assert said[1].startswith("Muon: 10 steps, ")
+    assert said[2].startswith("steps 0.800, seconds ")
+
+
+def test_variants_are_compared_on_the_same_seeds(lm):
+    for method, losses in (("Muon on neurons", (2.0, 2.2)), ("Muon on neurons, ridge 1", (2.1,)), ("Muon", (2.3, 2.4))):
+        for seed, loss in enumerate(losses):
+            record = {"method": method, "size": "small", "steps": 1000, "lr": 0.02, "seed": seed, "validation": loss, "seconds": 1.0}
+            with lm.RECORDS.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    said = lm.ablations("small", lm.RECORDS)
+    assert "| Muon on neurons, ridge 1 | 1 | 2.1000 | +0.1000 |" in said
+    assert "| Muon | 2 |" in said
+    assert "ridge" not in lm.table("small", lm.RECORDS)

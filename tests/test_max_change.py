@@ -11,7 +11,7 @@ from torch import nn
 
 import foof
 from foof.optim import rules
-from foof.optim.change import MEMORY
+from foof.optim.change import MEMORY, BoundedSteps
 from foof.optim.foof import MAX_CHANGE
 
 
@@ -137,6 +137,7 @@ def test_the_paper_s_form_is_that_without_any_of_this_bit_for_bit(monkeypatch):
     batches = [(x.float(), y.float()) for x, y in BATCHES]
     changes = steps(one, foof.FOOF(one, **options), batches)
     monkeypatch.delattr(foof.FOOF, "_update")
+    monkeypatch.delattr(BoundedSteps, "_update")
     assert torch.equal(changes, steps(other, foof.FOOF(other, **options), batches))
 
 
@@ -185,8 +186,9 @@ def test_a_max_change_that_nothing_would_read(value):
 def test_a_max_change_that_cannot_be_meant(value):
     with pytest.raises(ValueError, match="max_change must be a positive"):
         foof.FOOF(network(5, 3), max_change=value)
-    with pytest.raises(ValueError, match="unknown options"):
-        foof.KFAC(model := network(5, 3), groups=[{"params": model.parameters(), "max_change": 0.1}])
+    for make in (foof.KFAC, foof.EKFAC, foof.NaturalGradient):
+        with pytest.raises(ValueError, match="max_change must be a positive"):
+            make(network(5, 3), max_change=value)
 
 
 def test_layers_of_zeros_and_layers_without_a_gradient():
@@ -198,6 +200,98 @@ def test_layers_of_zeros_and_layers_without_a_gradient():
     assert changes.isfinite().all()
     assert not changes[0, :10].any()
     assert changes[1, :10].any()
+
+
+# --- What is said of it ----------------------------------------------------------------------------------------------------------
+
+
+def test_explain_shows_how_far_the_latest_step_went():
+    model = network(5, 4, 3)
+    opt = foof.FOOF(model, momentum=0.5)
+    assert "latest" not in str(opt.explain())
+    steps(model, opt, BATCHES[:1])
+    said = opt.explain()
+    assert [row.change for row in said.rows] == ["3.00%", "", "3.00%", ""]
+    assert "outputs of 2 of 2 layers by 3.00% of their size" in said.note
+    steps(model, opt, [(x, y / 1000) for x, y in BATCHES[1:2]])
+    assert "outputs of 0 of 2 layers" in str(opt.explain())
+
+
+def test_explain_shows_which_layers_are_bounded_and_which_would_be():
+    """A layer that would go 1.5 times as far as it may: bounded at this max_change and at half of it, not at twice."""
+    model = nn.Linear(5, 3, bias=False, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    free = foof.FOOF(twin, lr=1.0, damping=0.1, max_change=1e6)
+    steps(twin, free, BATCHES[:1])
+    Sigma = BATCHES[0][0].mT @ BATCHES[0][0] / 8
+    rho = float(rules.output_change(twin.weight.grad, Sigma, model.weight.detach()))
+    assert free.explain().rows[0].change == f"{rho:.2%}"
+    last = foof.FOOF(model, lr=1.0, damping=0.1, max_change=rho / 1.5)
+    steps(model, last, BATCHES[:1])
+    assert last.explain().rows[0].change == f"{rho / 1.5:.2%}, bounded: {rho:.2%}"
+    assert last.explain().note.endswith("bounded 1 of 1 layers in the latest step; half of it would have bounded 1, twice of it 0.")
+
+
+# --- KFAC and natural gradients --------------------------------------------------------------------------------------------------
+
+KRONECKER = {
+    "heuristic": lambda m, **o: foof.KFAC(m, damping=0.1, fisher="full", **o),
+    "standard": lambda m, **o: foof.KFAC(m, damping=0.1, damping_mode="standard", fisher="full", **o),
+    "EKFAC": lambda m, **o: foof.EKFAC(m, damping=0.1, fisher="full", **o),
+}
+
+
+def curved_steps(model, opt, batches):
+    for x, y in batches:
+        opt.zero_grad()
+        opt.update_curvature(out := model(x))
+        (out * y).sum(1).mean().backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("make", KRONECKER.values(), ids=KRONECKER)
+def test_a_bound_under_kfac(make):
+    model, (x, y) = nn.Linear(5, 3, bias=False, dtype=torch.float64), BATCHES[0]
+    twin, before = copy.deepcopy(model), model(x).detach()
+    opt = make(model, lr=1e3, max_change=0.02)
+    curved_steps(model, opt, [(x, y)])
+    assert math.isclose(relative(model(x), before), 0.02, rel_tol=1e-9)
+    opt.remove()
+    model.load_state_dict(twin.state_dict())
+    curved_steps(model, make(model, lr=0.01, max_change=1e6), BATCHES)
+    curved_steps(twin, make(twin, lr=0.01), BATCHES)
+    assert close(model.weight, twin.weight)
+
+
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_a_bound_under_natural_gradients_is_one_of_the_divergence(blocks):
+    model, (x, y) = network(5, 4, 3), BATCHES[0]
+    F = foof.Fisher(model, x, labels="full", blocks=blocks).dense()
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    groups = [{"params": model[0].parameters(), "lr": 1e4}]  # ρ is of the step, whatever learning rates made it
+    opt = foof.NaturalGradient(model, lr=1e3, damping=0.1, fisher="full", blocks=blocks, max_change=0.02, groups=groups)
+    curved_steps(model, opt, [(x, y)])
+    step = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert math.isclose(float(step @ F @ step), 0.02**2, rel_tol=1e-9)
+    opt.remove()
+    ours, theirs = network(5, 4, 3), network(5, 4, 3)
+    curved_steps(ours, foof.NaturalGradient(ours, lr=0.01, damping=0.1, fisher="full", max_change=1e6), BATCHES)
+    curved_steps(theirs, foof.NaturalGradient(theirs, lr=0.01, damping=0.1, fisher="full"), BATCHES)
+    assert all(close(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_bound_of_the_divergence_is_one_of_the_outputs_for_squared_error():
+    model, (x, y) = nn.Linear(5, 3, bias=False, dtype=torch.float64), BATCHES[0]
+    before = model(x).detach()
+    opt = foof.NaturalGradient(model, lr=1e3, fisher="full", likelihood="gaussian", max_change=0.02)
+    curved_steps(model, opt, [(x, y)])
+    assert math.isclose(float((model(x) - before).square().sum(1).mean().sqrt()), 0.02, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("make", [foof.KFAC, foof.NaturalGradient])
+def test_one_size_of_a_step_is_enough(make):
+    with pytest.raises(ValueError, match="finds the size of a step by its quadratic model"):
+        make(network(5, 3), adaptive=True, max_change=0.1)
 
 
 # --- What is left to the fallback optimizer --------------------------------------------------------------------------------------

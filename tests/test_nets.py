@@ -14,7 +14,7 @@ from foof.study.data import load
 from foof.study.paper import networks, published
 from foof.study.paper.answers import answers
 from foof.study.paper.claims import AUTOENCODERS, CONVOLUTIONS
-from foof.study.paper.experiments import conduct, experiments_of, lacking
+from foof.study.paper.experiments import chosen, conduct, experiments_of, lacking
 from foof.study.paper.rules import Term
 from foof.study.paper.searches import FOOF, KFAC, SGD
 from foof.study.paper.verdicts import Ruling
@@ -279,6 +279,13 @@ def test_everything_of_the_reduced_study_is_marked_and_stands_beside_the_publish
     text = report.write(tmp_path / "r.html", outcomes, REDUCED).read_text(encoding="utf-8")
     assert "All of this is at a reduced scale." in text
     assert "nan" not in re.sub(r"<script.*?</script>", "", text, flags=re.S)
+
+
+def test_what_stands_in_for_data_that_is_not_embedded_is_named():
+    (outcome,) = conduct(chosen(["figj20a"], QUICK), QUICK, lambda settings: [made_up(s) for s in settings])
+    assert {v.where for v in outcome.verdicts} == {"Fig. J.20A (small, on fashion-mnist)"}
+    assert "(small, on fashion-mnist)" in report.section(outcome).title
+    assert "comes with the package" in report.section(outcome).note
 
 
 def test_published_curves_of_autoencoders_and_svhn_are_over_steps():

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
+import docs_hooks  # noqa: E402
 import readme  # noqa: E402
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,6 +25,13 @@ def test_links_lead_somewhere():
     assert links
     for link in links:
         assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+def test_the_sentence_on_the_defaults_is_that_of_the_records():
+    said = docs_hooks.defaults_table("tasks")().splitlines()[-1]
+    wins = re.findall(r"(\d+ of \d+) tasks", said)
+    claimed = re.search(r"AdamW's defaults on (\d+ of \d+) small tasks.* learning rates on (\d+ of \d+)", README.replace("\n", " "))
+    assert list(claimed.groups()) == wins[:2]
 
 
 def test_the_commands_of_the_readme_are_in_the_makefile():

@@ -22,10 +22,8 @@ def spd(*shape, rank=None, dtype=torch.float64, seed=0):
     return (X.mT @ X / X.shape[-2]).to(dtype)
 
 
-@pytest.mark.parametrize("stripe", [3, 512])
 @pytest.mark.parametrize(("shape", "damping"), [((1, 1), 0.1), ((10, 10), 0.1), ((3, 7, 7), 0.1), ((2, 3, 5, 5), torch.rand(2, 3) + 0.1)])
-def test_a_sweep_is_the_damped_inverse(shape, damping, stripe, monkeypatch):
-    monkeypatch.setattr(sweep, "STRIPE", stripe)
+def test_a_sweep_is_the_damped_inverse(shape, damping):
     S = spd(*shape, rank=4)
     before, expected = S.clone(), torch.linalg.inv(linalg.add_damping(S, damping))
     for panel in (1, 2, 4, 16):
@@ -178,7 +176,7 @@ def one_step(model, opt, x, y):
 def wide():
     """A network with inverses of several panels, and steps of a round of 12, in which each is made in parts."""
     torch.manual_seed(0)
-    model = mlp(20, 300, 200, 3)
+    model = mlp(20, 400, 200, 3)
     opt = foof.FOOF(model, lr=0.01, damping=0.5, T=12, S=2, spread=True)
     data = [(torch.randn(30, 20), torch.randint(0, 3, (30,))) for _ in range(40)]
     opt.initialise([data[0][0]])

@@ -45,6 +45,16 @@ def test_autograd_grad_captures_and_passes_the_rest_by(leaves):
     assert Probe.seen[1][:2] == (Destination.NOWHERE, Destination.GRAD)
 
 
+def test_a_leaf_knows_where_its_gradient_goes(leaves):
+    x, weight, loss = leaves
+    seen = []
+    handle = loss.grad_fn.register_prehook(lambda _: seen.append((_torch.destination_of(x), _torch.destination_of(weight))))
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, weight)
+    handle.remove()
+    assert seen == [(Destination.GRAD, Destination.GRAD), (Destination.NOWHERE, Destination.CAPTURED)], "get_gradient_edge has changed"
+
+
 def test_passes_have_numbers_of_their_own(leaves):
     _, _, loss = leaves
     loss.backward(retain_graph=True)
@@ -159,6 +169,22 @@ def test_lists_of_tensors_at_once():
     assert [t.mean().item() for t in tensors] == [2.0, 3.0], "torch._foreach_addcmul_ has changed, or refuses factors of no shape"
     norms = _torch.foreach_norm([t.half() for t in tensors], dtype=torch.float32)
     assert torch.equal(torch.stack(norms), torch.tensor([8.0, 27.0]).sqrt()), "torch._foreach_norm has changed"
+
+
+def test_operations_are_seen():
+    class Names(_torch.DispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append((str(func.overloadpacket), func.is_view))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, 3)
+    with Names() as names:
+        x.mT @ x
+    assert names.seen == [("aten.transpose", True), ("aten.mm", False)], "torch.utils._python_dispatch.TorchDispatchMode has changed"
 
 
 def test_kinds_of_layers_with_passes_of_their_own():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import json
 import math
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from foof.bench import show
+from foof.bench.records import Record, read
 from foof.study.paper.experiments import Outcome, committed, experiments_of
 from foof.study.paper.verdicts import spread
 from foof.study.search.presets import PRESETS, Preset
@@ -62,15 +67,19 @@ def language_results() -> Any:
     return module
 
 
-def lm() -> str:
-    """Curves, losses and verdicts, for each size of model that was run."""
+def lm(part: str) -> str:
+    """One part (curves, losses and verdicts, ablations) for each size of model that was run."""
     results, parts = language_results(), []
     for size in dict.fromkeys(r["size"] for r in results.records()):
         if runs := results.reported(size):
             first = next(iter(next(iter(runs.values())).values()))
             batch = f"{first['batch'][0]} windows of {first['batch'][1]} bytes"
             about = f"{first['parameters'] / 1e6:.2f} M parameters, steps of {batch}, one thread, torch {first['torch']}."
-            parts += [about, f"<div>{results.curves(size)}</div>", results.table(size), *results.verdicts(size)]
+            parts += {
+                "curves": [f"<div>{results.curves(size)}</div>", about],
+                "losses": [results.table(size), *results.verdicts(size)],
+                "ablations": [results.ablations(size)],
+            }[part]
     return "\n\n".join(parts)
 
 
@@ -146,13 +155,79 @@ def study() -> str:
     return "\n\n".join(parts)
 
 
+def defaults_module() -> Any:
+    """The study of FOOF's defaults, which reads its own records; it imports its tasks by name."""
+    folder = BENCHMARKS / "defaults"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module("run")
+
+
+def defaults_table(which: str) -> Callable[[], str]:
+    return lambda: defaults_module().tables()[which]
+
+
+def speed(kind: str) -> list[Record]:
+    """The records of `foof bench` of one kind; all for "all"."""
+    return [r for r in read(BENCHMARKS / "speed.jsonl") if kind in ("all", r["kind"])]
+
+
+def speed_steps() -> str:
+    """One table for each case, and who measured."""
+    found = speed("steps")
+    tables = [f"**{r['title']}**, {r['parameters']:,} parameters\n\n{show.markdown(show.steps(r))}" for r in found]
+    return "\n\n".join([*tables, show.about(found)]) if found else ""
+
+
+def speed_plots() -> str:
+    found = speed("all")
+    pictures = [show.cost_against(found, "width"), show.cost_against(found, "batch")]
+    return "\n\n".join(f"<div>{picture}</div>" for picture in pictures if picture)
+
+
+def speed_memory() -> str:
+    return "\n\n".join(f"**{r['title']}**\n\n{show.markdown(show.memory(r))}" for r in speed("memory"))
+
+
+def speed_loss() -> str:
+    return "\n\n".join(f"**{r['title']}**\n\n{show.markdown(show.loss(r))}" for r in speed("loss"))
+
+
+def speed_fisher() -> str:
+    found = speed("fisher")
+    picture = show.fisher_against_D(found)
+    return show.markdown(show.fisher(found)) + (f"\n\n<div>{picture}</div>" if picture else "") if found else ""
+
+
+def speed_laplace() -> str:
+    return show.markdown(show.laplace(found)) if (found := speed("laplace")) else ""
+
+
+def speed_checks() -> str:
+    rows = [[check.asked, check.measured, "holds" if check.holds else "**does not hold**"] for check in show.checks(speed("all"))]
+    return table(["asked for", "measured", ""], rows) if rows else ""
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "bf16_loss": bf16_loss,
     "char_gpt": char_gpt,
+    "defaults": defaults_table("tasks"),
+    "defaults_decays": defaults_table("decays"),
+    "defaults_further": defaults_table("further"),
+    "defaults_sensitivity": defaults_table("sensitivity"),
     "guidance_lr": guidance_lr,
     "guidance_schedule": guidance_schedule,
     "kfac_damping": kfac_damping,
-    "lm": lm,
+    "lm_ablations": functools.partial(lm, "ablations"),
+    "lm_curves": functools.partial(lm, "curves"),
+    "lm_losses": functools.partial(lm, "losses"),
+    "speed_checks": speed_checks,
+    "speed_fisher": speed_fisher,
+    "speed_laplace": speed_laplace,
+    "speed_loss": speed_loss,
+    "speed_memory": speed_memory,
+    "speed_plots": speed_plots,
+    "speed_steps": speed_steps,
     "study": study,
 }
 

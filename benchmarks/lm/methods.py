@@ -82,10 +82,8 @@ def adam_in_basis(on_neurons: Callable[[str], bool] = everywhere, **options: Any
 
 
 def foof_(model: nn.Module, lr: float, size: Size) -> Optimizers:
-    """The paper's form with a relative λ. Σ sums over a window's tokens where the loss is their mean: hence lr times the length."""
-    exclude, rest = ["embed", "place", "head"], {"name": "adamw", "lr": OTHER_LR, "betas": BETAS}
-    return [foof.FOOF(model, lr * size.length, 0.1, relative=True, momentum=0.9, weight_decay=DECAY / size.length, T=16, S=2,
-                      exclude=exclude, rest=rest)]  # fmt: skip
+    """As it comes: the learning rate is τ, by how much of their size a step moves a layer's outputs. Embeddings and head by AdamW."""
+    return [foof.FOOF(model, max_change=lr)]
 
 
 def soap(model: nn.Module, lr: float, size: Size) -> Optimizers:
@@ -96,12 +94,13 @@ def soap(model: nn.Module, lr: float, size: Size) -> Optimizers:
 
 
 def shampoo(model: nn.Module, lr: float, size: Size) -> Optimizers:
-    """From PyPI as above: its scalable form, grafted to RMSProp, blocks of up to 512 and new roots every 20 steps."""
+    """From PyPI as above: its scalable form, grafted to RMSProp, momentum as a moving average, new roots every 20 steps."""
     from pytorch_optimizer import ScalableShampoo
     from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
 
     return [ScalableShampoo(model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=DECAY, decoupled_weight_decay=True,
-                            preconditioning_compute_steps=20, graft_type=LayerWiseGrafting.RMSPROP)]  # fmt: skip
+                            preconditioning_compute_steps=20, moving_average_for_momentum=True,
+                            graft_type=LayerWiseGrafting.RMSPROP)]  # fmt: skip
 
 
 METHODS: dict[str, Method] = {
@@ -114,7 +113,7 @@ METHODS: dict[str, Method] = {
     "Muon on neurons, head in the eigenbasis": muon_with_head(everywhere),
     "foof.Muon": Method(lambda model, lr, size: [foof.Muon(model, lr, weight_decay=DECAY)], MUON_LRS),  # the library's, T = 32
     "foof.AdamW": Method(lambda model, lr, size: [foof.AdamW(model, lr, weight_decay=DECAY)], ADAM_LRS),
-    "FOOF": Method(foof_, (0.03, 0.1, 0.3)),
+    "FOOF": Method(foof_, (0.01, 0.03, 0.1)),
     "SOAP": Method(soap, ADAM_LRS),
     "Shampoo": Method(shampoo, ADAM_LRS),
     # Ablations of Muon on neurons (ridge 0.1, power −1, T = 16, all tokens, all layers of the blocks, on the momentum)
@@ -125,6 +124,7 @@ METHODS: dict[str, Method] = {
     "Muon on neurons, T = 32": muon(T=32),
     "Muon on neurons, T = 64": muon(T=64),
     "Muon on neurons, one token in four": muon(stride=4),
+    "Muon on neurons, square blocks": muon(square=True),
     "Muon on neurons, attention only": muon(ends("qkv", "out")),
     "Muon on neurons, MLP only": muon(ends("up", "down")),
 }  # fmt: skip

@@ -37,15 +37,16 @@ class InputMoments:
 class MatrixOptimizer(torch.optim.Optimizer):
     """Muon's or AdamW's rule for the weights of linear layers, on neurons for those of them that `on_neurons` names.
 
+    square: of Σ only diagonal blocks no wider than the layer has outputs.
     where "momentum": the inverse stands between momentum and orthogonalisation; "gradient": before momentum.
     Refreshes are spread: layer k of K is due k T / K steps after the first, so that no step pays for all of them.
     """
 
     def __init__(self, layers: dict[str, nn.Linear], rule: str, on_neurons: Callable[[str], bool], lr: float, weight_decay: float = 0.01,
                  ridge: float = 0.1, power: float = -1.0, T: int = 16, feeds: int = 2, ema: float = 0.9, stride: int = 1,
-                 where: str = "momentum") -> None:  # fmt: skip
+                 where: str = "momentum", square: bool = False) -> None:  # fmt: skip
         super().__init__([layer.weight for layer in layers.values()], {"lr": lr, "weight_decay": weight_decay})
-        self.rule, self.ridge, self.power, self.T, self.feeds, self.where = rule, ridge, power, T, feeds, where
+        self.rule, self.ridge, self.power, self.T, self.feeds, self.where, self.square = rule, ridge, power, T, feeds, where, square
         chosen = [layer for name, layer in layers.items() if on_neurons(name)]
         self.moments = {layer.weight: InputMoments(layer, ema, stride) for layer in chosen}
         self.offset = {layer.weight: k * T // len(chosen) for k, layer in enumerate(chosen)}
@@ -73,6 +74,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _refresh(self, p: Tensor) -> None:
         Sigma = self.moments[p].Sigma
+        if self.square:
+            Sigma = torch.block_diag(*(Sigma[i : i + len(p), i : i + len(p)] for i in range(0, len(Sigma), len(p))))
         if self.rule == "muon":
             self.turned[p] = rules.relative_inverse(Sigma, self.ridge, self.power)
             return

@@ -37,6 +37,11 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), QUANTILE[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def is_ablation(method: str) -> bool:
+    """Of Muon on neurons: these run at its learning rate, some on one seed only."""
+    return (method.startswith("Muon on neurons, ") and "head" not in method) or method == "Muon, neuron gradients into momentum"
+
+
 def table(size: str, file: Path = RECORDS) -> str:
     """Per method and number of steps: seeds, loss with its interval, seconds per step, the learning rate and those tried for it."""
     tried: dict[str, set[float]] = {}
@@ -45,13 +50,33 @@ def table(size: str, file: Path = RECORDS) -> str:
             tried.setdefault(r["method"], set()).add(r["lr"])
     lines = [f"| method | steps | seeds | validation loss (nats per byte) | CPU ms per step | lr | lr tried |\n|{'---|' * 7}"]
     for (name, steps), by_seed in reported(size, file).items():
-        mean, half = interval([r["validation"] for r in by_seed.values()])
-        spread = f"{mean:.4f} ± {half:.4f}" if len(by_seed) > 1 else f"{mean:.4f}"
-        seconds = statistics.mean(r["seconds"] / r["steps"] for r in by_seed.values())
-        lrs = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in by_seed.values()}))
-        others = ", ".join(f"{lr:g}" for lr in sorted(tried.get(name, ())))
-        lines.append(f"| {name} | {steps:,} | {len(by_seed)} | {spread} | {1000 * seconds:.0f} | {lrs} | {others} |")
+        if not is_ablation(name):
+            seconds = statistics.mean(r["seconds"] / r["steps"] for r in by_seed.values())
+            lrs = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in by_seed.values()}))
+            others = ", ".join(f"{lr:g}" for lr in sorted(tried.get(name, ()))) or "none"
+            losses = [r["validation"] for r in by_seed.values()]
+            lines.append(f"| {name} | {steps:,} | {len(by_seed)} | {spread(losses)} | {1000 * seconds:.0f} | {lrs} | {others} |")
     return "\n".join(lines)
+
+
+def spread(values: list[float], sign: str = "") -> str:
+    """Mean, and the half-width of its interval where there is one."""
+    mean, half = interval(values)
+    return f"{mean:{sign}.4f} ± {half:.4f}" if len(values) > 1 else f"{mean:{sign}.4f}"
+
+
+def ablations(size: str, file: Path = RECORDS, of: str = "Muon on neurons") -> str:
+    """Per variant: its loss, and how far it is above (+) or below (−) what it is a variant of, on the same seeds."""
+    runs = reported(size, file)
+    lines = [f"| variant | seeds | validation loss | against {of}, same seeds |\n|{'---|' * 4}"]
+    for (name, steps), by_seed in runs.items():
+        base = runs.get((of, steps), {})
+        if is_ablation(name) or name == "Muon":
+            differences = [r["validation"] - base[seed]["validation"] for seed, r in by_seed.items() if seed in base]
+            if differences:
+                losses = [r["validation"] for r in by_seed.values()]
+                lines.append(f"| {name} | {len(by_seed)} | {spread(losses)} | {spread(differences, '+')} |")
+    return "\n".join(lines) if len(lines) > 1 else ""
 
 
 def verdicts(size: str, file: Path = RECORDS) -> Iterator[str]:
@@ -83,14 +108,14 @@ COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#1
 
 
 def curves(size: str, file: Path = RECORDS, width: int = 640, height: int = 360) -> str:
-    """Mean validation loss over seeds against steps, of the longest runs, as an SVG."""
+    """Mean validation loss over seeds against steps, of the longest runs, as an SVG; the best is on top of the legend."""
     runs = reported(size, file)
     longest = max((steps for _, steps in runs), default=0)
-    means = {name: _mean_curve(by_seed) for (name, steps), by_seed in runs.items() if steps == longest}
+    means = {name: _mean_curve(by_seed) for (name, steps), by_seed in runs.items() if steps == longest and not is_ablation(name)}
     points = [loss for curve in means.values() for _, loss in curve[1:]]
     if not points:
         return ""
-    low, high, left, right = min(points) - 0.02, max(points) + 0.02, 50, 200
+    low, high, left, right = min(points) - 0.02, max(points) + 0.02, 50, 230
 
     def at(step: float, loss: float) -> str:
         return f"{left + (width - left - right) * step / longest:.1f},{20 + (height - 60) * (high - loss) / (high - low):.1f}"

@@ -14,6 +14,7 @@ Records are lines of ``records.jsonl``; a run that is there is not run again. Co
     select NAME ...      the learning rates of these methods
     run NAME ...         the reported seeds, at the learning rate selected
     time NAME ...        CPU seconds per step, the methods' steps interleaved in one process
+    race A B             B's full number of steps beside A's `--fraction` of them, interleaved: final losses, and CPU seconds to them
     table                all of it as a table
 """
 
@@ -29,7 +30,7 @@ import torch
 from data import batch, splits
 from methods import METHODS
 from model import GPT, SIZES, loss_of, parameters
-from results import RECORDS, SEEDS, Record, records, table, verdicts
+from results import RECORDS, SEEDS, Record, ablations, records, table, verdicts
 from torch import Tensor
 
 SELECTION_SEED = 100
@@ -123,34 +124,56 @@ def _loss(record: Record) -> float:
     return math.inf if record["validation"] is None else record["validation"]
 
 
+WARM_UP = 33  # steps, after which an optimizer of the library with T = 32 is in its regular round
+
+
 def step_times(names: list[str], size: str, rounds: int) -> dict[str, float]:
-    """Mean CPU seconds per step over `rounds` steps of each, interleaved, at the middle learning rate; 16 steps to warm up."""
+    """Mean CPU seconds per step over `rounds` steps of each (multiples of 32), interleaved, at the middle learning rate."""
     text, _ = splits()
-    runs = {name: Training(name, size, METHODS[name].lrs[1], 16 + rounds, 0, text) for name in names}
-    for step in range(16 + rounds):
+    runs = {name: Training(name, size, METHODS[name].lrs[1], WARM_UP + rounds, 0, text) for name in names}
+    for step in range(WARM_UP + rounds):
         for training in runs.values():
-            training.seconds *= step != 16
+            training.seconds *= step != WARM_UP
             training.step()
     return {name: training.seconds / rounds for name, training in runs.items()}
 
 
+def race(names: list[str], size: str, steps: int, fraction: float, lr: float, seed: int) -> None:
+    """Two runs to their ends, interleaved so that both see the same machine; a step of the shorter one is left out now and then."""
+    text, held_out = splits()
+    lengths = [round(fraction * steps), steps]
+    runs = [Training(name, size, lr, length, seed, text) for name, length in zip(names, lengths, strict=True)]
+    for step in range(1, steps + 1):
+        for training in runs:
+            while training.done * steps < step * training.steps:
+                training.step()
+    for name, training in zip(names, runs, strict=True):
+        print(f"{name}: {training.done} steps, {training.seconds:.1f} CPU s, validation loss {validate(training, held_out):.4f}")
+    print(f"steps {lengths[0] / lengths[1]:.3f}, seconds {runs[0].seconds / runs[1].seconds:.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["select", "run", "time", "table"])
+    parser.add_argument("command", choices=["select", "run", "time", "race", "table"])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(METHODS)}")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--selection-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
+    parser.add_argument("--fraction", type=float, default=0.8, help="of the steps, for the first method of a race")
+    parser.add_argument("--lr", type=float, help="in place of one that is selected: for ablations, that of the method they are of")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.command == "table":
-        print("\n\n".join([table(options.size), *verdicts(options.size)]))
+        print("\n\n".join([table(options.size), *verdicts(options.size), ablations(options.size)]))
+    elif options.command == "race":
+        for seed in options.seeds:
+            race(options.names, options.size, options.steps, options.fraction, options.lr or 0.01, seed)
     elif options.command == "time":
         for name, seconds in step_times(options.names, options.size, options.steps).items():
             print(f"{seconds:.4f} s  {name}")
     else:
-        best = {name: selected(name, options.size, options.selection_steps) for name in options.names}
+        best = {name: options.lr or selected(name, options.size, options.selection_steps) for name in options.names}
         for seed in options.seeds if options.command == "run" else ():  # seeds outside: all methods have run as many at any time
             for name, lr in best.items():
                 recorded(name, options.size, lr, options.steps, seed)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 disable_dynamo = _disable_dynamo  # one clean break of a compiled graph; the public decorator would import the compiler with foof
 foreach_mul_, foreach_add_ = torch._foreach_mul_, torch._foreach_add_  # one call for a list of tensors, in place
 foreach_addcmul_, foreach_norm = torch._foreach_addcmul_, torch._foreach_norm
+DispatchMode = TorchDispatchMode  # sees every operation within a context
 CONV_FORWARD = "_conv_forward"  # what a convolution's ``forward`` calls to compute its output
 Dropout, BatchNorm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm  # of any number of dimensions
 
@@ -35,8 +37,15 @@ def destination(node: Any, position: int) -> Destination:
     ``ctx.needs_input_grad`` tells what requires gradients, not what they are wanted of.
     """
     following = node.next_functions[position][0] if position < len(node.next_functions) else None
-    if following is None:
-        return Destination.NOWHERE
+    return Destination.NOWHERE if following is None else _executes(following)
+
+
+def destination_of(weight: Tensor) -> Destination:
+    """Where the running backward pass takes the gradient of a leaf."""
+    return _executes(torch.autograd.graph.get_gradient_edge(weight).node)
+
+
+def _executes(following: Any) -> Destination:
     try:
         return Destination.GRAD if torch._C._will_engine_execute_node(following) else Destination.NOWHERE
     except RuntimeError:  # torch's answer for a leaf that autograd.grad() has been asked for

@@ -6,8 +6,9 @@ import math
 import os
 import sys
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,11 @@ try:
     from rich.table import Column, Table
 
     import foof
+    from foof.bench import records as bench_records
+    from foof.bench import run as bench_run
+    from foof.bench import show as bench_show
+    from foof.bench.cases import CASES
+    from foof.bench.machine import pin
     from foof.study import data
     from foof.study.data.formats import DataError
     from foof.study.paper.experiments import (
@@ -350,6 +356,57 @@ def explain(
     """Show which parameters of the study's network are covered, and what that costs per step."""
     model = mlp(784, _hidden(hidden), 10)
     console.print(str(foof.explain(model, torch.zeros(100, 784))), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def bench(
+    what: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join((*bench_run.KINDS, *CASES))}. Default: all.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The main sizes in few rounds, in about three minutes.")] = False,
+    method: Annotated[list[str] | None, typer.Option(help="This method alone (may be given again); see the table for names.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case; default: as many as the case has.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads, on as many cores.")] = min(2, os.cpu_count() or 1),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option("--out", help="The file of records; what it has is not measured again.")] = Path("bench.jsonl"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what has been measured.")] = False,
+) -> None:
+    """Measure what steps, solves and a given loss cost, against SGD, AdamW, Muon and second-order peers, in one interleaved run."""
+    setup = bench_run.Setup(quick, threads, device, rounds, tuple(method or ()))
+    units = bench_run.plan(setup, what or ())
+    pin(threads)
+    store = bench_records.Store(out, asdict(setup), fresh)
+    console.print(f"[bold]foof bench[/] · {len(units)} measurements into {out}; Ctrl-C loses the one in hand.", highlight=False)
+    with console.status("") as status:
+
+        def before(unit: bench_run.Unit) -> Callable[[str], None]:
+            status.update(unit.name)
+            return lambda said: status.update(f"{unit.name}: {said}")
+
+        def after(unit: bench_run.Unit, record: bench_records.Record, new: bool) -> None:
+            console.print(f"{unit.name}: {record['taken']:.0f} s{'' if new else ', measured before'}", highlight=False)
+            _show_bench([record])
+
+        found = bench_run.run(units, store, before, after)
+    console.print(bench_show.about(found), highlight=False)
+    table = Table("", "Asked for", "Measured")
+    for check in bench_show.checks(found):
+        table.add_row("[green]holds[/]" if check.holds else "[red]does not hold[/]", check.asked, check.measured)
+    console.print(table)
+
+
+def _show_bench(found: Sequence[bench_records.Record]) -> None:
+    """The table of a measurement, by its kind; searches and rates go into others."""
+    for record in found:
+        kind = record["kind"]
+        if kind in ("steps", "memory", "loss"):
+            head, rows = getattr(bench_show, kind)(record)
+        elif kind in ("fisher", "laplace"):
+            head, rows = getattr(bench_show, kind)([record])
+        else:
+            continue
+        table = Table(*head, title=record.get("title"), title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from foof import _torch
-from foof.layers import Conv, Embedding, Layer, Linear, TransposedLinear
+from foof.layers import Conv, Embedding, Layer, Linear, Projection, TransposedLinear
 
 KINDS: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: Linear,
@@ -40,6 +40,11 @@ def refusal(name: str, module: nn.Module, parent: nn.Module | None) -> str | Non
     weight = _torch.own_parameter(module, "weight")
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention calls its projections functionally, past their hooks; write q, k, v and out as nn.Linear"
+    return _no_weight(name, module, weight)
+
+
+def _no_weight(name: str, module: nn.Module, weight: nn.Parameter | None) -> str | None:
+    """Why a module with this weight cannot be covered; None if it can."""
     if weight is None:
         return "its weight is computed (parametrization), not a parameter"
     if isinstance(weight, nn.parameter.UninitializedParameter):
@@ -57,11 +62,25 @@ def refusal(name: str, module: nn.Module, parent: nn.Module | None) -> str | Non
     return None
 
 
-def covered_layers(model: nn.Module, exclude: Iterable[str] = (), owned: Container[int] | None = None,
-                   share_biases: bool = False) -> tuple[list[Layer], dict[str, str]]:  # fmt: skip
+def projections(name: str, attention: nn.MultiheadAttention, owned: Container[int]) -> list[Layer]:
+    """The projections of an attention's inputs that can be covered from their gradients."""
+    if type(attention).forward is not nn.MultiheadAttention.forward or not FORWARDS.isdisjoint(vars(attention)):
+        return []
+    found: list[Layer] = []
+    for which in Projection.READS:
+        weight = _torch.own_parameter(attention, f"{which}_weight")
+        if weight is not None and id(weight) in owned and _no_weight(name, attention, weight) is None:
+            with_bias = id(_torch.own_parameter(attention, "in_proj_bias")) in owned
+            found.append(Projection(f"{name}.{which}", attention, with_bias))
+    return found
+
+
+def covered_layers(model: nn.Module, exclude: Iterable[str] = (), owned: Container[int] | None = None, share_biases: bool = False,
+                   functional: bool = False) -> tuple[list[Layer], dict[str, str]]:  # fmt: skip
     """The layers of a model that gradient descent on neurons can cover, and for each other trainable parameter why not.
 
     ``exclude`` names modules (with all inside them) to leave alone; ``owned`` holds the ids of the parameters to choose from.
+    ``functional``: also weights that a module computes with past its hooks (attention), which need no errors.
     ``share_biases``: may a bias belong to several weights? Then there is no one matrix ``[W, bias]`` that it is part of.
     """
     excluded, owned = tuple(exclude), {id(p) for p in model.parameters()} if owned is None else owned
@@ -79,6 +98,9 @@ def covered_layers(model: nn.Module, exclude: Iterable[str] = (), owned: Contain
             if kind and reason is None and id(module.weight) in owned:
                 layers.append(kind(name, module, with_bias=id(_torch.own_parameter(module, "bias")) in owned))
                 continue
+            if functional and isinstance(module, nn.MultiheadAttention) and (found := projections(name, module, owned)):
+                layers += found
+                reason = "of nn.MultiheadAttention, but not of one weight alone"
         why.update({id(p): reason or "its weight is not a parameter of the optimizer" for p in module.parameters(recurse=False)})
     layers = _without_rival_biases(layers, why, share_biases)
     covered = {id(p) for layer in layers for p in layer.parameters}
@@ -117,14 +139,17 @@ def _without_rival_biases(layers: list[Layer], why: dict[int, str], share_biases
         torn = len(biases[matrix_key(layer)]) > 1
         if layer.bias is not None and (torn or (len(weights[id(layer.bias)]) > 1 and not share_biases)):
             why[id(layer.bias)] = "its weight is tied to a layer with another bias" if torn else "shared by layers with other weights"
-            layer = type(layer)(layer.name, layer.module, with_bias=False)
+            layer = layer.without_bias()
         kept.append(layer)
     return kept
 
 
 def _no_kind(module: nn.Module) -> str:
     if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention calls its projections functionally, past their hooks; write q, k, v and out as nn.Linear"
+        return (
+            "nn.MultiheadAttention calls its projections functionally, past their hooks: FOOF, Muon and AdamW, which need no errors, cover "
+            "them, others do not; write q, k, v and out as nn.Linear"
+        )
     if not FORWARDS.isdisjoint(vars(module)):
         return "its forward() has been replaced on the instance"
     if isinstance(module, tuple(KINDS)):

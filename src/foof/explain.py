@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from foof import notices
+from foof import cost, notices
 from foof.covering import by_matrix, covered_layers
 from foof.layers import Layer
 from foof.passes import call_model
@@ -27,6 +27,7 @@ class Row:
     flops: float = 0.0  # extra per step
     memory: int = 0  # bytes of statistics and inverse
     group: str = ""  # of the optimizer
+    change: str = ""  # by how much of their size the latest step moved the layer's outputs
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Explanation:
     T: int
     S: int
     measured: bool
+    note: str = ""  # on the steps of an optimizer
+    ratio: float | None = None  # of the time of a step to that of SGD with momentum, as predicted
 
     @property
     def covered(self) -> list[str]:
@@ -47,11 +50,11 @@ class Explanation:
         return {row.parameter: row.why_not for row in self.rows if not row.covered}
 
     def __str__(self) -> str:
-        head: tuple[str, ...] = ("parameter", "shape", "covered", "extra cost/step", "statistics", "group")
-        if not any(row.group for row in self.rows):
-            head = head[:-1]
-        lines = [head] + [(*self._line(row), row.group)[: len(head)] for row in self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        head: tuple[str, ...] = ("parameter", "shape", "covered", "extra cost/step", "statistics")
+        may = {"group": "group", "latest change": "change"}
+        optional = {name: key for name, key in may.items() if any(getattr(row, key) for row in self.rows)}
+        lines = [(*head, *optional)] + [(*self._line(row), *(getattr(row, key) for key in optional.values())) for row in self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         table.insert(1, "-" * len(table[0]))
         flops, memory = sum(row.flops for row in self.rows), sum(row.memory for row in self.rows)
@@ -59,8 +62,9 @@ class Explanation:
         summary = (
             f"{len(self.covered)} of {len(self.rows)} trainable parameters covered; FOOF adds {_si(flops, 'flop')} per step at "
             f"T={self.T}, S={self.S}{bound} and keeps {_si(memory, 'B')} of statistics."
+            + (f" Predicted: {self.ratio:.2f} times the time of a step of SGD with momentum." if self.ratio else "")
         )
-        return "\n".join([*table, "", summary])
+        return "\n".join([*table, "", summary, *([self.note] if self.note else [])])
 
     @staticmethod
     def _line(row: Row) -> tuple[str, ...]:
@@ -72,10 +76,12 @@ class Explanation:
 
 
 def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = None, *, exclude: Iterable[str] = (),
-            groups: Sequence[Mapping[str, Any]] = (), left: Mapping[str, str] | None = None) -> Explanation:  # fmt: skip
+            groups: Sequence[Mapping[str, Any]] = (), left: Mapping[str, str] | None = None, changes: Mapping[str, str] | None = None,
+            note: str = "") -> Explanation:  # fmt: skip
     """Which parameters of a model gradient descent on neurons covers, and what that costs per step.
 
-    ``opt.explain()`` explains an optimizer, with what it excludes, its groups, and what it has ``left`` to its fallback, and why.
+    ``opt.explain()`` explains an optimizer, with what it excludes, its groups, what it has ``left`` to its fallback, and why; and how far
+    its latest step moved the outputs of each layer (``changes``, by the name of the weight; ``note``), where that is bounded.
 
     ``inputs`` (a batch as the model takes it) makes the costs those of that batch, and finds covered layers that the model never
     calls. Without it, costs are upper bounds over batch sizes. On a model with an optimizer attached that has been trained, layers
@@ -83,7 +89,7 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
     """
     S = min(T, 10) if S is None else S
     owned = None if left is None else {id(p) for name, p in model.named_parameters() if name not in left}
-    layers, why_not = covered_layers(model, tuple(exclude), owned)
+    layers, why_not = covered_layers(model, tuple(exclude), owned, functional=True)
     why_not = why_not if left is None else {**why_not, **left}
     rows_of = _rows_seen(model, layers, inputs) if inputs is not None else {}
     _warn_unused(layers, rows_of, inputs is not None)
@@ -98,7 +104,7 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
         if weight in rows:  # tied to a matrix of another layout, which has a Σ and an inverse of its own
             before = rows[weight]
             how, flops, memory = f"{before.covered}; tied: {how}", before.flops + flops, before.memory + memory
-        rows[weight] = Row(weight, shape, how, "", flops, memory, group_of.get(id(layer.weight), ""))
+        rows[weight] = Row(weight, shape, how, "", flops, memory, group_of.get(id(layer.weight), ""), (changes or {}).get(weight, ""))
         if layer.bias is not None:
             bias, name = layer.bias, names[id(layer.bias)]
             rows[name] = Row(name, tuple(bias.shape), f"one more input of {weight}", group=group_of.get(id(bias), ""))
@@ -106,7 +112,15 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
         parameter = model.get_parameter(name)
         rows[name] = Row(name, tuple(parameter.shape), "", reason, group=group_of.get(id(parameter), ""))
     ordered = [rows[name] for name, p in model.named_parameters() if name in rows]
-    return Explanation(tuple(ordered), T, S, inputs is not None)
+    ratio = None if inputs is None else _ratio(model, layers, inputs, T, S)
+    return Explanation(tuple(ordered), T, S, inputs is not None, note, ratio)
+
+
+def _ratio(model: nn.Module, layers: list[Layer], inputs: Any, T: int, S: int) -> float | None:
+    """As predicted for a processor; nothing is predicted for accelerators, nor for shards."""
+    if any(p.device.type != "cpu" or type(p) is not nn.Parameter for p in model.parameters()):
+        return None
+    return cost.ratio(cost.work_of(model, layers, inputs), cost.Machine().threads(torch.get_num_threads()), "FOOF", T, S)
 
 
 def _kind(layer: Layer) -> str:
@@ -116,7 +130,8 @@ def _kind(layer: Layer) -> str:
 def _rows_seen(model: nn.Module, layers: list[Layer], inputs: Any) -> dict[int, int]:
     seen: dict[int, int] = {}
 
-    def see(layer: Layer, x: Tensor) -> None:
+    def see(layer: Layer, x: Any) -> None:
+        x = x[0] if isinstance(x, tuple) else x  # of query, key and value
         rows = x.numel() if layer.diagonal else layer.input_matrix(x).shape[-2]
         seen[id(layer)] = seen.get(id(layer), 0) + rows
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class Layer(ABC):
     n: int
     m: int
     groups: int = 1
+    functional = False  # does its module compute with the weight past any hook, so that inputs and gradients are seen but no errors?
 
     def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
         self.name, self.module = name, module
@@ -40,6 +42,15 @@ class Layer(ABC):
     def label(self) -> str:
         """A name for messages, also where the layer is the whole model."""
         return self.name or type(self.module).__name__
+
+    @property
+    def module_name(self) -> str:
+        """What ``exclude=`` calls it."""
+        return self.name
+
+    def without_bias(self) -> Layer:
+        """The same, with a bias that is somebody else's."""
+        return type(self)(self.name, self.module, with_bias=False)
 
     @property
     def weight(self) -> nn.Parameter:
@@ -71,6 +82,10 @@ class Layer(ABC):
     @abstractmethod
     def error_rows(self, e: Tensor) -> Tensor:
         """The gradient of the module's output as rows: ``(N, R, n)``, or ``(G, N, R, n)``."""
+
+    def inputs_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The inputs among what the module was called with."""
+        return args[0] if args else next(iter(kwargs.values()))
 
     def input_matrix(self, x: Tensor) -> Tensor:
         """``A``: all rows of the inputs, ``(N·R, m)``, or ``(G, N·R, m)``."""
@@ -176,6 +191,44 @@ class TransposedLinear(Linear):
         if not self.has_bias:
             return matrix.mT.contiguous(), None
         return matrix[..., :-1].mT.contiguous(), matrix[..., -1].contiguous()
+
+
+class Projection(Linear):
+    """``in_proj_weight`` of ``nn.MultiheadAttention``: three matrices ``(3, n, m)``, for query, key and value; or one of ``q_proj_weight``,
+    ``k_proj_weight`` and ``v_proj_weight``, which it has where these are of different widths.
+
+    The module computes with them past any hook, so nobody sees their errors; what is done with inputs and gradients alone can be done.
+    """
+
+    functional = True
+    READS: ClassVar = {"in_proj": ("query", "key", "value"), "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",)}
+
+    def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
+        """name: that of the module, and which one: ``"encoder.self_attn.in_proj"``."""
+        self.name, self.module, self.which = name, module, name.rpartition(".")[2]
+        self.groups, self.rows_first = len(self.READS[self.which]), self.which != "in_proj"
+        bias = module.in_proj_bias
+        self.has_bias = with_bias and self.groups == 3 and isinstance(bias, Tensor) and bias.requires_grad  # else of three weights
+        self.n = self.weight.shape[0] // self.groups
+        self.m = self.weight.shape[1] + self.has_bias
+
+    @property
+    def module_name(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return getattr(self.module, f"{self.which}_weight")
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.module.in_proj_bias if self.has_bias else None  # type: ignore[return-value]
+
+    def inputs_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Query, key and value; or the one that is projected."""
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+        read = [given[name] for name in self.READS[self.which]]
+        return tuple(read) if self.groups > 1 else read[0]
 
 
 class Conv(Layer):

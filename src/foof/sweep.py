@@ -10,8 +10,7 @@ from torch import Tensor
 
 from foof.linalg import add_damping
 
-PANEL = 128  # rows and columns that are swept at once: enough for products to be fast
-STRIPE = 512  # columns whose lower triangle is updated at once
+PANEL = 192  # rows and columns that are swept at once: enough for products to be fast
 
 
 class Sweep:
@@ -19,8 +18,8 @@ class Sweep:
 
     To sweep the panel k of A, with ``L Lᵀ = A_kk``: ``A ← A⁰ - F Fᵀ``, where ``A⁰`` is A with zeros for the rows and columns k, and
     F ``(..., m, b)`` has the rows ``A_ik L⁻ᵀ`` for i ≠ k and ``-L⁻ᵀ`` for k. When all panels of ``S + λI`` are swept, ``A = -(S + λI)⁻¹``.
-    Each costs ``m² b``; together they cost as much as a Cholesky and an inverse from it, and are as accurate. Only the lower triangle of A
-    is kept.
+    Each costs ``m² b``; together ``m³``, as a Cholesky and the inverse from it, and they are as accurate. Only the lower triangle of A is
+    kept.
     """
 
     def __init__(self, S: Tensor, damping: float | Tensor, panel: int | None = None) -> None:
@@ -36,17 +35,17 @@ class Sweep:
         self.done = max(self.done, to)
 
     def _sweep(self, k: int) -> None:
-        A, end = self._A, min(k + self._panel, self._shape[-1])
+        A, b = self._A, self._panel
+        end = min(k + b, self._shape[-1])
         L, info = torch.linalg.cholesky_ex(A[..., k:end, k:end])
         self._failed |= info.any()
-        column = torch.cat([A[..., k:end, :k].mT, A[..., k:, k:end]], dim=-2)
-        column[..., k:end, :] = -torch.eye(end - k, dtype=A.dtype, device=A.device)
-        F = torch.linalg.solve_triangular(L.mT, column, upper=True, left=False)
+        R = torch.linalg.solve_triangular(L, torch.eye(end - k, dtype=A.dtype, device=A.device), upper=False).mT  # L⁻ᵀ
+        F = torch.cat([A[..., k:end, :k].mT @ R, -R, A[..., end:, k:end] @ R], dim=-2)
         A[..., k:end, :k] = 0
         A[..., k:, k:end] = 0
         for one, f in zip(A, F, strict=True) if A.dim() == 3 else [(A, F)]:
-            for j in range(0, len(one), STRIPE):
-                one[j:, j : j + STRIPE].addmm_(f[j:], f[j : j + STRIPE].mT, alpha=-1)
+            for j in range(0, len(one), b):  # down from the diagonal
+                one[j:, j : j + b].addmm_(f[j:], f[j : j + b].mT, alpha=-1)
 
     def result(self) -> Tensor | None:
         """``P``, once all parts are done; None where rounding has left ``S + λI`` indefinite, as a Cholesky would have told."""

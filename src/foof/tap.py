@@ -56,6 +56,13 @@ class Receiver(Protocol):
         """The gradient for ``[W, bias]`` as a matrix ``(n, m)`` or ``(G, n, m)``, or None for no gradient."""
 
 
+class Witness(Receiver, Protocol):
+    """One that layers whose module computes with their weight past any hook can be shown to, too."""
+
+    def witness(self, visit: Visit) -> None:
+        """A pass comes by such a layer; its gradient is autograd's, the plain one."""
+
+
 class _Refused(torch.autograd.Function):
     """Hands tensors on; differentiating them again, by whatever they came from, is an error."""
 
@@ -187,7 +194,7 @@ class Tap(Hook):
                 f"exclude=[{layer.name!r}]."
             )
         self._check_first(module)
-        x = args[0] if args else next(iter(kwargs.values()))
+        x = layer.inputs_of(args, kwargs)
         if x.layout != torch.strided or x.is_nested:
             kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
             raise TypeError(
@@ -214,6 +221,39 @@ class Tap(Hook):
     def remove(self) -> None:
         """Leave the module as it was."""
         self._handle.remove()
+
+
+class Watch(Tap):
+    """A forward hook on a module that computes with a layer's weight past any hook: it sees the inputs, autograd makes the gradient.
+
+    A backward pass that comes by any output of the module is told to the receiver's ``witness``, once.
+    """
+
+    _receiver: weakref.ref[Witness]  # type: ignore[assignment]
+
+    @_torch.disable_dynamo
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        receiver, layer = self._receiver(), self.layer
+        weight: Tensor = layer.weight
+        if receiver is None or not (torch.is_grad_enabled() and weight.requires_grad) or _torch.inside_transform():
+            return
+        x, mask, notes, within = layer.inputs_of(args, kwargs), receiver.mask, list[Any](), _torch.backward_pass_id()
+        self.fired, told = True, set[int]()
+
+        def passed(e: Tensor) -> None:
+            to, here = _torch.destination_of(weight), _torch.backward_pass_id()
+            if to != Destination.NOWHERE and here not in told:
+                told.add(here)
+                receiver.witness(Visit(layer, x, e, to == Destination.GRAD, notes, mask, here if within < 0 else within))
+
+        for each in out if isinstance(out, tuple) else (out,):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(passed)
+
+
+def tap(layer: Layer, receiver: Witness) -> Tap:
+    """What a layer of this kind is seen by."""
+    return (Watch if layer.functional else Tap)(layer, receiver)
 
 
 def existing_tap(module: nn.Module) -> Tap | None:
@@ -270,7 +310,7 @@ def inputs_seen(layers: Iterable[Layer], see: Callable[[Layer, Tensor], None]) -
 
     def hook(layer: Layer) -> Any:
         return layer.module.register_forward_hook(
-            lambda _module, args, kwargs, _out: see(layer, args[0] if args else next(iter(kwargs.values()))), with_kwargs=True
+            lambda _module, args, kwargs, _out: see(layer, layer.inputs_of(args, kwargs)), with_kwargs=True
         )
 
     handles = [hook(layer) for layer in layers]

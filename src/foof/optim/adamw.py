@@ -38,7 +38,7 @@ class InputBasis(InputMoments):
     """Σ as FOOF's, as a mean over rows, and its eigenvectors in place of an inverse; gradients stay plain."""
 
     name = "adamw"
-    plain = True
+    plain, watches = True, False
 
     def __init__(self, row_stride: int = 1) -> None:
         super().__init__(mean_over_rows=True, row_stride=row_stride)

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from foof import _torch
 from foof.likelihood import Likelihood
-from foof.optim.base import NeuronOptimizer
+from foof.optim.change import BoundedSteps
 from foof.optim.engine import random_numbers_kept
 from foof.tap import Hook
 
@@ -63,16 +63,19 @@ def reduction_ratio(before: float, after: float, predicted: float) -> float:
     return (after - before) / predicted if predicted != 0 else float("nan")
 
 
-def check_adaptive(adaptive: Adaptive | bool, weight_decay: float, groups: Sequence[Mapping[str, Any]], maximize: bool) -> Adaptive | None:
+def check_adaptive(adaptive: Adaptive | bool, weight_decay: float, groups: Sequence[Mapping[str, Any]], maximize: bool,
+                   max_change: float | None = None) -> Adaptive | None:  # fmt: skip
     """The settings from what people write; True stands for all of it."""
     settings = (Adaptive() if adaptive else None) if isinstance(adaptive, bool) else adaptive
     decays = weight_decay or any(group.get("weight_decay") for group in groups)
+    if settings is not None and (max_change is not None or any(group.get("max_change") is not None for group in groups)):
+        raise ValueError("adaptive=... finds the size of a step by its quadratic model, which max_change would change: give one of them.")
     if settings is not None and (decays or maximize):
         raise ValueError("the quadratic model of adaptive=... knows neither decay nor ascent: no weight_decay, no maximize.")
     return settings
 
 
-class QuadraticModelSteps(NeuronOptimizer, ABC):
+class QuadraticModelSteps(BoundedSteps, ABC):
     """Steps ``δ = -αΔ + μδ₀`` by the quadratic model: Δ is the preconditioned gradient, δ₀ the previous step.
 
     A subclass says what the Fisher is (``_fisher_in``).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -148,8 +148,7 @@ class NeuronOptimizer(Optimizer):
         """The moving averages by layer: ``{"fc": {"Sigma": (m, m)}}``, and with KFAC ``"Sigma_E": (n, n)``. Copies."""
         return self.preconditioner.second_moments()
 
-    @contextmanager
-    def mask(self, rows: Tensor) -> Iterator[None]:
+    def mask(self, rows: Tensor) -> AbstractContextManager[None]:
         """Forward passes within the context have rows that count and rows that do not: padding stays out of the statistics.
 
         rows: ``(N, R)``, true (or 1) where a token is one; an attention mask, or ``labels != -100``. Layers whose inputs are
@@ -159,17 +158,19 @@ class NeuronOptimizer(Optimizer):
         ...     loss = model(**batch).loss
         >>> loss.backward(); opt.step()
         """
-        before, self.preconditioner.mask = self.preconditioner.mask, rows.detach().bool()
-        try:
-            yield
-        finally:
-            self.preconditioner.mask = before
+        return self.preconditioner.masking(rows)
 
     def explain(self, inputs: Any = None) -> Explanation:
-        """Which parameters this optimizer covers, which it leaves to its fallback and why, in which group each is, and what it costs."""
+        """Which parameters this optimizer covers, which it leaves to its fallback and why, in which group each is, and what it costs; and,
+        where steps are bounded, how far the latest one moved the outputs of each layer."""
         engine = self.preconditioner
         T, S = engine.schedule.T, engine.schedule.S
-        return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=self.param_groups, left=engine.rest)
+        (changes, note), groups = self._latest_changes(), self.param_groups
+        return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=groups, left=engine.rest, changes=changes, note=note)
+
+    def _latest_changes(self) -> tuple[dict[str, str], str]:
+        """What `explain` says of the latest step: by weight, and in one sentence."""
+        return {}, ""
 
     def remove(self) -> None:
         """Take the hooks off the model: its gradients are plain again and another optimizer may be attached. This one is done."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,14 +14,51 @@ from torch import Tensor
 from foof import distributed
 from foof._torch import foreach_norm
 from foof.kronecker import in_blocks
+from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block
 from foof.optim.engine import Engine
-from foof.optim.rules import paced, reach_powers, relative_change
+from foof.optim.rules import at_most, descend_by, paced, reach_powers, relative_change
 from foof.statistics import wide
 
 MEMORY = 0.999  # decay of the mean square of changes so far, as Adam's β₂
 TINY = torch.finfo(torch.float64).tiny
 State = MutableMapping[Tensor, dict[str, Any]]  # of an optimizer, by parameter
+
+
+class Bound(Protocol):
+    """Says what a step is multiplied by."""
+
+    def factors(self, state: State) -> dict[Tensor, Tensor]:
+        """For each parameter, where any has a bound."""
+
+
+class BoundedSteps(NeuronOptimizer):
+    """Steps ``f · lr · U`` with a factor f for each parameter of a group that has a ``max_change``; those of other groups are plain."""
+
+    _bound: Bound | None = None
+    _factor_of: Mapping[Tensor, Tensor] = {}
+
+    def _update(self, group: dict[str, Any]) -> None:
+        if self._bound is not None and group is self.param_groups[0]:
+            self._factor_of = self._bound.factors(self.state)
+        params = [p for p in group["params"] if p.grad is not None]
+        if group["max_change"] is None or not params:
+            super()._update(group)
+            return
+        buffers = [distributed.local(self._momentum(p)) for p in params] if group["momentum"] else []
+        sign, factors = -1.0 if self.maximize else 1.0, [self._factor_of[p] for p in params]
+        gradients = [distributed.local(p.grad) for p in params]
+        for i, (g, factor) in enumerate(zip(gradients, factors, strict=True)):
+            if wide(g.dtype) != g.dtype:  # 1/ρ may be beyond half precision, the step is not
+                gradients[i], factors[i] = (g.to(factor.dtype) * factor).to(g.dtype), torch.ones_like(factor, dtype=g.dtype)
+            elif factor.dtype != g.dtype:
+                factors[i] = factor.to(g.dtype)
+        params = [distributed.local(p) for p in params]
+        descend_by(params, gradients, buffers, factors, sign * group["lr"], group["momentum"], sign * group["weight_decay"])
+
+
+    def _latest_changes(self) -> tuple[dict[str, str], str]:
+        return self._bound.latest() if isinstance(self._bound, Changes) else super()._latest_changes()
 
 
 class Changes:
@@ -36,6 +73,7 @@ class Changes:
         self.engine = engine
         self.blocks: list[Block] = []  # that had a bound in the latest step
         self.norms = self.rho = torch.zeros(0)  # ‖U‖ and ρ of each of these
+        self._latest = torch.zeros(0)  # what their updates were multiplied by
         self._counts: list[float] = []  # steps of each
         self._packed: dict[str, tuple[list[Tensor], Tensor]] = {}  # entries in the state, and the vector that they are views of
 
@@ -56,7 +94,8 @@ class Changes:
         self.blocks = [blocks[i] for i in bounded.values()]
         self.norms = norms
         self.rho = norms * self._reaches(state)
-        of_weight = dict(zip(bounded, self._factors(state).unbind(), strict=True))
+        self._latest = self._factors(state)
+        of_weight = dict(zip(bounded, self._latest.unbind(), strict=True))
         if len(of_weight) < len(blocks):  # a bias may have a bound where its weight has none
             of_weight = {block.weight: of_weight.get(block.weight, torch.ones_like(norms[0])) for block in blocks}
         return {p: of_weight[block.weight] for block in blocks for p in block.parameters}
@@ -81,7 +120,7 @@ class Changes:
             factors = paced(rho, self._usual(state))
             return factors if fresh == 1 else factors * fresh
         tau = fresh * like([group["max_change"] / max(group["lr"], TINY) for group in options], rho)
-        return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
+        return at_most(tau, rho)
 
     def _usual(self, state: State) -> Tensor:
         """``ρ̄``, the root of the normalised moving average of ρ²."""
@@ -96,7 +135,8 @@ class Changes:
         """What the state says of each block, as one vector that it has views of, in the norms' precision."""
         entries, vector = self._packed.get(key, ([], self.norms))
         found = [state[block.weight].get(key) for block in self.blocks]
-        if len(found) != len(entries) or vector.dtype != self.norms.dtype or not all(map(operator.is_, found, entries)):
+        here = (vector.dtype, vector.device) == (self.norms.dtype, self.norms.device)
+        if not here or len(found) != len(entries) or not all(map(operator.is_, found, entries)):
             vector = torch.stack([torch.full_like(self.norms[0], default) if entry is None else entry.to(self.norms) for entry in found])
             entries = [vector[i] for i in range(len(found))]
             for block, entry in zip(self.blocks, entries, strict=True):
@@ -105,6 +145,32 @@ class Changes:
             if key == "step":
                 self._counts = vector.tolist()
         return vector
+
+    def latest(self) -> tuple[dict[str, str], str]:
+        """By how much the latest step moved the outputs of each layer (with momentum: would, were the gradient to stay), and what another
+        ``max_change`` would change."""
+        if not self.blocks:
+            return {}, ""
+        names, said = {id(p): name for name, p in self.engine.model.named_parameters()}, dict[str, str]()
+        over = list[float]()  # how far each would have gone, over its bound
+        for block, rho, factor in zip(self.blocks, self.rho.tolist(), self._latest.tolist(), strict=True):
+            group = block.options
+            free, moved = (group["lr"] * x * rho / (1 - group["momentum"]) for x in (1.0, factor))
+            bound = group["lr"] if group.get("paced") else group["max_change"]
+            over.append((moved if group.get("paced") else free) / max(bound, TINY))
+            said[names[id(block.weight)]] = f"{moved:.2%}" + (f", bounded: {free:.2%}" if free > bound and not group.get("paced") else "")
+        total, options = len(over), self.blocks[0].options
+        if options.get("paced"):
+            full = sum(x > 1 - 1e-6 for x in over)
+            return said, (
+                f"The latest step moved the outputs of {full} of {total} layers by {options['lr']:.2%} of their size, and of the others by "
+                "less, as their errors have become smaller than half of what they used to be. Twice the max_change moves all twice as far."
+            )
+        at = {scale: sum(x > scale for x in over) for scale in (0.5, 1.0, 2.0)}
+        return said, (
+            f"max_change bounded {at[1.0]} of {total} layers in the latest step; half of it would have bounded {at[0.5]}, twice of it "
+            f"{at[2.0]}."
+        )
 
     def _warn_of_infinity(self, blocks: list[Block], norms: Tensor) -> None:
         """Say which layers have lost their gradient."""

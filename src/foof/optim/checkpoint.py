@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer
 
-from foof.optim.block import Block, made_of, moved
+from foof.optim.block import Block, moved
 from foof.optim.estimators import Estimator
 from foof.optim.sharing import value_or_zeros
 from foof.optim.step import Step
@@ -66,7 +66,7 @@ def _block_state(block: Block, engine: Saved) -> dict[str, Any]:
         },
         "factor": None if inverse is None else inverse.state_dict(),
         "has_factor": block.inverse is not None,
-        "current": block.made_of == made_of(block),
+        "made_of": list(block.made_of),
         "rows": block.rows,
         **({} if engine.turns is None else {"making": engine.turns.state_dict(block)}),
     }
@@ -106,7 +106,7 @@ def load_state_dict(engine: Saved, state: dict[str, Any]) -> None:
         for key, moment in block.moments.items():
             moment.load_state_dict(saved["moments"][key], *here)
         block.inverse = engine.estimator.inverse_from(moved(saved["factor"], *here)) if saved["has_factor"] else None
-        block.rows, block.made_of = int(saved["rows"]), made_of(block) if saved.get("current") else ()
+        block.rows, block.made_of = int(saved["rows"]), tuple(saved.get("made_of", ()))
         if engine.turns is not None:
             engine.turns.resume(block, saved.get("making", {}))
     engine.estimator.load_state_dict(state)

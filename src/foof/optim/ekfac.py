@@ -13,8 +13,8 @@ from foof import distributed
 from foof.gradients import BUDGET, chunks
 from foof.kronecker import EigenInverse
 from foof.likelihood import Labels, Likelihood, likelihood_named
-from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block, Damping
+from foof.optim.change import BoundedSteps, Changes
 from foof.optim.checks import Fallback
 from foof.optim.engine import Engine
 from foof.optim.estimators import FisherPasses, FisherRows, FisherSettings, KroneckerFisher
@@ -130,7 +130,7 @@ class EigenFisher(KroneckerFisher):
                 block.inverse.update(squares / datapoints, self.ema)
 
 
-class EKFAC(NeuronOptimizer):
+class EKFAC(BoundedSteps):
     """``W ← W - lr · U_E [(U_Eᵀ Eᵀ A U_A) / (S + λ)] U_Aᵀ``: KFAC's eigenbases, rescaled (George et al. 2018).
 
     ``S`` is the moving average of ``1/N Σ_i Σ_k (U_Eᵀ g_ik U_A)^∘2`` over per-datapoint gradients g of the Fisher: the best diagonal in
@@ -138,11 +138,12 @@ class EKFAC(NeuronOptimizer):
     Embeddings keep KFAC's scale. Use it as ``foof.KFAC``: ``opt.update_curvature(out)`` before ``backward()``.
 
     Args:
-        model, lr, damping, fisher, samples, likelihood, datapoints, generator, ema, T, S, spread, momentum, weight_decay, rest, groups,
-            exclude, maximize: as in ``foof.KFAC``.
+        model, lr, damping, max_change, fisher, samples, likelihood, datapoints, generator, ema, T, S, spread, momentum, weight_decay, rest,
+            groups, exclude, maximize: as in ``foof.KFAC``.
     """
 
-    def __init__(self, model: nn.Module, lr: float = 0.003, damping: float = 0.01, *, fisher: str = "mc", samples: int = 1,
+    def __init__(self, model: nn.Module, lr: float = 0.003, damping: float = 0.01, *, max_change: float | None = None,
+                 fisher: str = "mc", samples: int = 1,
                  likelihood: str | Likelihood = "categorical", datapoints: int | None = None,
                  generator: torch.Generator | int | None = None, momentum: float = 0.0, weight_decay: float = 0.0,
                  ema: float = 0.95, T: int = 100, S: int | None = None, spread: bool = False, rest: Fallback = "adamw",
@@ -152,7 +153,9 @@ class EKFAC(NeuronOptimizer):
         make = ekfac_fisher(ema, fisher=fisher, samples=samples, likelihood=likelihood, datapoints=datapoints, generator=generator)
         engine = Engine(model, make, Schedule.of(T, S, spread=spread), ema, exclude=exclude)
         check_unsharded(engine)
-        defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "damping": damping, "relative": False, "max_change": max_change, "momentum": momentum,
+                    "weight_decay": weight_decay}  # fmt: skip
+        self._bound = Changes(engine)
         super().__init__(engine, defaults, groups, rest, maximize)
 
 

@@ -28,7 +28,7 @@ from foof.optim.step import Bypass, Ledger, Step
 from foof.optim.turns import Making, Turns
 from foof.passes import buffers_kept
 from foof.statistics import MovingAverage, Schedule, exact
-from foof.tap import Receiver, Tap, Visit, existing_tap
+from foof.tap import Receiver, Visit, existing_tap, tap
 
 FORGOTTEN = 100  # backward passes without a step after which one may be told that nobody takes any
 
@@ -40,13 +40,14 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, estimator: Callable[[torch.device], Estimator], schedule: Schedule, ema: float, *,
-                 exclude: Iterable[str] = (), owned: Container[int] | None = None, process_group: Any = None) -> None:  # fmt: skip
+                 exclude: Iterable[str] = (), owned: Container[int] | None = None, functional: bool = False,
+                 process_group: Any = None) -> None:  # fmt: skip
         if not 0 <= ema < 1:
             raise ValueError(f"ema is the decay m of the moving averages: it must be in [0, 1), got {ema}.")
         self.schedule, self.ema, self.process_group = schedule, ema, process_group
         self.wrapper, self.model = model, unwrapped(model)
         self.exclude = tuple(exclude)
-        layers, self.rest = covered_layers(self.model, self.exclude, owned)
+        layers, self.rest = covered_layers(self.model, self.exclude, owned, functional=functional)
         check_coverable(self.model, layers, self.rest)
         self.estimator = estimator(layers[0].weight.device)
         self.blocks = [Block(same, {key: MovingAverage() for key in self.estimator.moments}) for same in by_matrix(layers)]
@@ -61,7 +62,7 @@ class Engine:
         self.turns = Turns(self.blocks, self.estimator, schedule, process_group) if schedule.spread else None
         self.keeps_plain = False  # are gradients kept as they were before preconditioning, until the step has been taken?
         self.plain_gradients: list[Tensor] = []
-        self.taps = [Tap(layer, self) for layer in layers]
+        self.taps = [tap(layer, self) for layer in layers]
         self._recording: Receiver | None = None
         self._sharded = any(distributed.is_sharded(block.weight) for block in self.blocks)
         self._bypass: dict[Block, Bypass] | None = {}  # None: one step has told
@@ -85,8 +86,8 @@ class Engine:
             needed = 2 * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
             if needed > STATISTICS_LIMIT:
                 self.warn(f"{block.name}: its second moments {', '.join(map(str, shapes))} and inverse take {needed / 2**30:.1f} GiB. "
-                          f'FOOF(blocks="auto") splits its inputs into diagonal blocks; exclude=[{block.layer.name!r}] leaves it to the '
-                          "fallback optimizer.")
+                          f'FOOF(blocks="auto") splits its inputs into diagonal blocks; exclude=[{block.layer.module_name!r}] leaves it to '
+                          "the fallback optimizer.")
 
     # --- the backward pass ----------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Engine:
         inverse = block.inverse or ledger.inverse
         if inverse is None or ledger.plain or self.estimator.leaves_plain(block):
             gradient = visit.plain_gradient(e.dtype)
-            ledger.leave_plain(gradient, watch=not self._sharded)
+            ledger.leave_plain(gradient, watch=self.estimator.watches and not self._sharded)
         else:
             gradient = inverse.gradient(layer, x, e, visit.plain_gradient)
         if self._bypass is not None and not (self._sharded or self.estimator.plain or block.shares_weight):
@@ -118,6 +119,15 @@ class Engine:
                 self._bypass[block] = Bypass(block.weight)
             self._bypass[block].add(layer, gradient)
         return gradient
+
+    def witness(self, visit: Visit) -> None:
+        """A pass comes by a layer whose gradient is plain, and is left to the step; see ``foof.tap.Receiver``."""
+        if self._recording is None:
+            block = self._block_of[id(visit.layer)]
+            block.follow_weight()
+            ledger = self.step.ledger(block, visit.pass_id, visit.lands)
+            ledger.plain = True
+            self.estimator.observe(block, ledger, visit, self.schedule.gathers(block.begins))
 
     @contextmanager
     def recording(self, receiver: Receiver) -> Iterator[None]:
@@ -127,6 +137,15 @@ class Engine:
             yield
         finally:
             self._recording = before
+
+    @contextmanager
+    def masking(self, rows: Tensor) -> Iterator[None]:
+        """Forward passes within the context have rows ``(N, R)`` that count and rows that do not; see ``NeuronOptimizer.mask``."""
+        before, self.mask = self.mask, rows.detach().bool()
+        try:
+            yield
+        finally:
+            self.mask = before
 
     def update_curvature(self, out: Tensor, y: Tensor | None = None) -> None:
         """Outputs (and labels) that estimate the Fisher. FOOF has no use for them."""
@@ -174,7 +193,7 @@ class Engine:
         if block in self.ledgers:
             return self.ledgers[block].plain
         if distributed.group_of(self.process_group) is not None:  # brought by other ranks, which have the same inverses
-            return block.inverse is None or self.estimator.leaves_plain(block)
+            return block.inverse is None or self.estimator.leaves_plain(block) or block.layer.functional
         return not self.step.spent(block)  # assigned by hand, from passes that no tap has seen
 
     def start(self) -> list[Block]:
@@ -221,8 +240,8 @@ class Engine:
             raise ValueError(self.estimator.explain_unseen(block))
         raise RuntimeError(
             f"{block.name}: its gradient did not come through its forward(). If the weight is used functionally, pass "
-            f"exclude=[{block.layer.name!r}] to leave it to the fallback optimizer; if the layer's forward() was called directly, call the "
-            "layer; if the model was compiled and run before the optimizer was made, call torch._dynamo.reset()."
+            f"exclude=[{block.layer.module_name!r}] to leave it to the fallback optimizer; if the layer's forward() was called directly, "
+            "call the layer; if the model was compiled and run before the optimizer was made, call torch._dynamo.reset()."
         )
 
     @torch.no_grad()
@@ -457,7 +476,7 @@ def check_unchanged(blocks: list[Block]) -> None:
     """Raise, before anything moves, where a weight has been replaced, or given a damping that cannot be meant, or where one of a weight
     and its bias, which are preconditioned together, has been frozen by itself."""
     for block in blocks:
-        if block.layer.module.weight is not block.weight:
+        if block.layer.weight is not block.weight:
             raise RuntimeError(
                 f"{block.name}: its weight is another one than when the optimizer was made (resize_token_embeddings(), weight_norm, "
                 "load_state_dict(assign=True)?), which no step would train: call remove() and make a new optimizer."

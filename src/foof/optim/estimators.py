@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foof._torch import origin
 from foof.kronecker import EigenInverse, InputInverse, KroneckerInverse, in_blocks
-from foof.layers import Conv, Embedding, Layer
+from foof.layers import Conv, Embedding, Layer, Projection
 from foof.likelihood import Labels, Likelihood, make_generator, restore
 from foof.optim.block import Block
 from foof.optim.step import Ledger
@@ -49,6 +49,7 @@ class Estimator:
     former_names: tuple[str, ...] = ()  # in checkpoints of earlier versions
     moments: tuple[str, ...] = ()
     plain = False  # are gradients left as they are in the backward pass, and preconditioned when the step is taken?
+    watches = True  # are plain gradients watched for masks that are laid over them before the step?
     together = True  # are all averages fed on the same steps, or may each be on steps of its own?
 
     def leaves_plain(self, block: Block) -> bool:
@@ -186,13 +187,16 @@ def checked_stride(row_stride: int) -> int:
     return row_stride
 
 
-def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | None, pass_id: int, mean_over_rows: bool,
+def gather_inputs(gathered: Gathered, layer: Layer, x: Any, mask: Tensor | None, pass_id: int, mean_over_rows: bool,
                   blocks: int = 1, some: Stride = EVERY_ROW) -> None:  # fmt: skip
     """Add a layer's inputs of one call to what the step has seen of ``Σ = 1/N Σ_i Σ_r a_ir a_irᵀ``.
 
     mask: rows to count, ``(N, R)``. mean_over_rows: ``Σ = 1/(N R) Σ_i Σ_r``, for losses that are means over rows, too.
     blocks: how many diagonal blocks of Σ are wanted. some: which rows to look at; of a convolution: which datapoints.
     """
+    if isinstance(layer, Projection) and layer.groups > 1:
+        gather_projections(gathered, layer, x, mask, pass_id, mean_over_rows, some)
+        return
     callers = origin(x).grad_fn is None  # made by no operation: a buffer that may be filled again before step()
     x = x.detach()
     if isinstance(layer, Embedding):
@@ -218,6 +222,24 @@ def gather_inputs(gathered: Gathered, layer: Layer, x: Tensor, mask: Tensor | No
         rows = in_blocks(rows, blocks)
     with torch.autocast(x.device.type, enabled=False):
         gathered.add_rows(rows, count, of)
+
+
+def gather_projections(gathered: Gathered, layer: Projection, inputs: tuple[Tensor, ...], mask: Tensor | None, pass_id: int,
+                       mean_over_rows: bool, some: Stride) -> None:  # fmt: skip
+    """One Σ ``(3, m, m)`` of query, key and value ``(N, R, m)``; keys may have other rows than queries, in number and kind."""
+    moments, of = [], dict[int, Tensor]()
+    rows = 0
+    for x in inputs:
+        if id(x) not in of:  # self-attention: one tensor for all three
+            a = layer.input_matrix(x.detach())
+            if mask is not None and mask.numel() == len(a):
+                a = a[mask.flatten()]
+            rows = rows or len(a)
+            scale, a = rows / max(len(a), 1) if mean_over_rows else 1.0, some.of(a.to(wide(a.dtype)))
+            with torch.autocast(x.device.type, enabled=False):
+                of[id(x)] = a.mT @ a * scale
+        moments.append(of[id(x)])
+    gathered.add_moment(torch.stack(moments), rows if mean_over_rows else len(inputs[0]), EACH_ROW if mean_over_rows else pass_id)
 
 
 def _counted(a: Tensor, layer: Layer, mask: Tensor | None) -> Tensor | None:

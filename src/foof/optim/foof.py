@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from foof import distributed
-from foof.optim.base import NeuronOptimizer
-from foof.optim.change import Changes
+from foof.optim.change import BoundedSteps, Changes
 from foof.optim.checks import Fallback, mean_over_rows
 from foof.optim.engine import Engine, unwrapped
 from foof.optim.estimators import InputMoments
-from foof.optim.rules import descend_by
 from foof.optim.split import of_vocabulary
-from foof.statistics import Schedule, wide
+from foof.statistics import Schedule
 
 MAX_CHANGE = 0.03  # τ, where nothing is said
 DAMPING = 0.1  # λ as a fraction of the mean eigenvalue of Σ, where nothing is said
 ADAMW = {"name": "adamw", "lr": 3e-3}
 
 
-class FOOF(NeuronOptimizer):
+class FOOF(BoundedSteps):
     """``W ← W - lr · Eᵀ A (Σ + λI)⁻¹`` for every covered layer (Eq. 6), a drop-in ``torch.optim.Optimizer``.
 
     ``FOOF(model)`` needs no number. FOOF moves a layer's outputs, so its step is set by how far it moves them: with
@@ -80,12 +76,13 @@ class FOOF(NeuronOptimizer):
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
         exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks, row_stride)
-        engine = Engine(model, lambda _: estimator, Schedule.of(T, S, spread=spread), ema, exclude=exclude, process_group=process_group)
+        schedule = Schedule.of(T, S, spread=spread)
+        engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, functional=True, process_group=process_group)
         for name in engine.rest:
             engine.rest[name] = vocabulary.get(name.rpartition(".")[0], engine.rest[name])
         defaults = {"lr": lr, "damping": damping, "relative": relative, "max_change": max_change, "momentum": momentum,
                     "weight_decay": weight_decay, "paced": max_change if of_change else False}  # fmt: skip
-        self._changes, self._factor_of = Changes(engine), dict[Tensor, Tensor]()
+        self._bound = Changes(engine)
         super().__init__(engine, defaults, groups, rest or (ADAMW if of_change else "adamw"), maximize)
 
     def _update(self, group: dict[str, Any]) -> None:
@@ -96,18 +93,4 @@ class FOOF(NeuronOptimizer):
                         f"max_change was {each['paced']:g} when FOOF(model) was made, and is {each['max_change']} in its param_groups now, "
                         'which nothing reads: without a learning rate the step is the group\'s "lr". Change that.'
                     )
-            self._factor_of = self._changes.factors(self.state)
-        params = [p for p in group["params"] if p.grad is not None]
-        if group["max_change"] is None or not params:
-            super()._update(group)
-            return
-        buffers = [distributed.local(self._momentum(p)) for p in params] if group["momentum"] else []
-        sign, factors = -1.0 if self.maximize else 1.0, [self._factor_of[p] for p in params]
-        gradients = [distributed.local(p.grad) for p in params]
-        for i, (g, factor) in enumerate(zip(gradients, factors, strict=True)):
-            if wide(g.dtype) != g.dtype:  # 1/ρ may be beyond half precision, the step is not
-                gradients[i], factors[i] = (g.to(factor.dtype) * factor).to(g.dtype), torch.ones_like(factor, dtype=g.dtype)
-            elif factor.dtype != g.dtype:
-                factors[i] = factor.to(g.dtype)
-        params = [distributed.local(p) for p in params]
-        descend_by(params, gradients, buffers, factors, sign * group["lr"], group["momentum"], sign * group["weight_decay"])
+        super()._update(group)

@@ -12,6 +12,7 @@ from foof import distributed
 from foof.likelihood import Labels, Likelihood, likelihood_named
 from foof.optim.adaptive import Adaptive, Calls, ModelCall, QuadraticModelSteps, check_adaptive, fisher_in
 from foof.optim.block import Damping
+from foof.optim.change import Changes
 from foof.optim.checks import Fallback, mean_over_rows, refuse_moved
 from foof.optim.engine import Engine
 from foof.optim.estimators import DAMPING_MODES, FisherSettings, KroneckerFisher
@@ -44,6 +45,7 @@ class KFAC(QuadraticModelSteps):
         model, lr, momentum, weight_decay, ema, T, S, spread, rest, groups, exclude, maximize, process_group: as in ``FOOF``;
             ema = 0 is subsampled KFAC.
         damping: λ > 0, added to the approximate Fisher.
+        max_change: by how much of their size a step may move a layer's outputs, as in ``FOOF`` with an lr; None for no bound.
         damping_mode: ``"heuristic"``: each factor is damped by itself, λ_A λ_E = λ and λ_A/λ_E = n Tr(Σ) / (m Tr(Σ_E)) (Eq. 4).
             ``"standard"``: ``(Σ ⊗ Σ_E + λI)⁻¹`` exactly (Eq. 3).
         fisher: labels from the model, ``samples`` for each input (``"mc"``), all of them weighted by their probability
@@ -60,9 +62,10 @@ class KFAC(QuadraticModelSteps):
 
     estimator = KroneckerFisher
 
-    def __init__(self, model: nn.Module, lr: float = 0.003, damping: float = 0.01, *, damping_mode: str = "heuristic",
-                 fisher: str = "mc", samples: int = 1, likelihood: str | Likelihood = "categorical", datapoints: int | None = None,
-                 row_stride: int = 1, loss_average: str = "batch", adaptive: Adaptive | bool = False,
+    def __init__(self, model: nn.Module, lr: float = 0.003, damping: float = 0.01, *, max_change: float | None = None,
+                 damping_mode: str = "heuristic", fisher: str = "mc", samples: int = 1,
+                 likelihood: str | Likelihood = "categorical", datapoints: int | None = None, row_stride: int = 1,
+                 loss_average: str = "batch", adaptive: Adaptive | bool = False,
                  generator: torch.Generator | int | None = None, momentum: float = 0.0, weight_decay: float = 0.0,
                  ema: float = 0.95, T: int = 100, S: int | None = None, spread: bool = False, rest: Fallback = "adamw",
                  groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
@@ -70,12 +73,14 @@ class KFAC(QuadraticModelSteps):
         refuse_moved(moved, MOVED, "KFAC")
         for options in ({"damping": damping}, *groups):
             Damping(options.get("damping", damping), options.get("relative", False)).absolute("KFAC needs")
-        self.adaptive = check_adaptive(adaptive, weight_decay, groups, maximize)
+        self.adaptive = check_adaptive(adaptive, weight_decay, groups, maximize, max_change)
         make = kronecker_fisher(damping_mode, fisher, samples, likelihood, datapoints, generator, self.estimator, loss_average, row_stride)
         engine = Engine(model, make, Schedule.of(T, S, spread=spread), ema, exclude=exclude, process_group=process_group)
         self._calls: Calls | None = None
         check_unsharded(engine)
-        defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "damping": damping, "relative": False, "max_change": max_change, "momentum": momentum,
+                    "weight_decay": weight_decay}  # fmt: skip
+        self._bound = Changes(engine)
         super().__init__(engine, defaults, groups, rest, maximize)
         if self.adaptive is not None:
             self._keep_for_adaptation(engine)

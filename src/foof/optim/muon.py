@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from foof import distributed
+from foof._torch import foreach_mul_
 from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block
 from foof.optim.checks import Fallback
 from foof.optim.engine import Engine, unwrapped
 from foof.optim.estimators import InputMoments
-from foof.optim.rules import MUON_SCALES, POWERS, descend, momentum_of, orthogonal_update, relative, relative_inverse
+from foof.optim.rules import MUON_SCALES, POWERS, momentum_of, muon_scale, orthogonalised, relative, relative_inverse
 from foof.optim.split import split
 from foof.optim.step import Ledger
 from foof.statistics import Schedule
@@ -44,7 +45,7 @@ class InputsForMomentum(InputMoments):
     """Σ as FOOF's, as a mean over rows; gradients stay plain, since the rule applies the inverse to their momentum."""
 
     name = "muon"
-    plain = True
+    plain, watches = True, False
 
     def __init__(self, power: float, row_stride: int = 1) -> None:
         super().__init__(mean_over_rows=True, row_stride=row_stride)
@@ -113,20 +114,26 @@ class Muon(NeuronOptimizer):
     def _update(self, group: dict[str, Any]) -> None:
         sign = -1.0 if self.maximize else 1.0
         lr, decay = sign * group["lr"], sign * group["weight_decay"]  # decay shrinks the weights either way
-        for block in self.preconditioner.blocks:
-            if block.options is group and block.weight.grad is not None:
-                update = self._direction(block, block.weight.grad, group["momentum"])
-                descend([block.weight], [update], [], lr, 0.0, decay)
+        blocks = [block for block in self.preconditioner.blocks if block.options is group and block.weight.grad is not None]
+        if not blocks:
+            return
+        if decay:
+            foreach_mul_([block.weight for block in blocks], 1 - lr * decay)
+        with torch.autocast(blocks[0].weight.device.type, enabled=False):
+            for block in blocks:
+                gradient: Tensor = block.weight.grad  # type: ignore[assignment]
+                M = momentum_of(self._momentum(block.weight), gradient, group["momentum"], self.nesterov)
+                self._descend(block, distributed.full(M), lr)
 
-    def _direction(self, block: Block, gradient: Tensor, momentum: float) -> Tensor:
-        """``scale · orth(M P)`` in the shape of the weight, and sharded as it is."""
-        M = momentum_of(self._momentum(block.weight), gradient, momentum, self.nesterov)
-        inverse = None if block.inverse is None else block.inverse.P
-        with torch.autocast(gradient.device.type, enabled=False):
-            matrix = orthogonal_update(block.layer.join(distributed.full(M), None), inverse, self.orthogonalisation, self.scale)
-        update = torch.empty_like(gradient)
-        distributed.write(update, block.layer.split(matrix)[0])
-        return update
+    def _descend(self, block: Block, M: Tensor, lr: float) -> None:
+        """``W ← W − lr · scale · orth(M P)``, the momentum M whole and in the shape of the weight."""
+        weight, inverse = block.weight, None if block.inverse is None else block.inverse.P
+        orthogonal = orthogonalised(block.layer.join(M, None), inverse, self.orthogonalisation)
+        update = block.layer.split(orthogonal)[0]
+        if distributed.is_sharded(weight):
+            whole, update = update, torch.empty_like(weight)
+            distributed.write(update, whole)
+        weight.add_(update, alpha=-lr * muon_scale(orthogonal.shape[-2], orthogonal.shape[-1], self.scale))
 
 
 def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Schedule, ema: float, exclude: Iterable[str],
@@ -137,7 +144,8 @@ def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Sch
     if not chosen.weights:
         said = "; ".join(f"{name}: {why}" for name, why in list(chosen.why_not.items())[:5])
         raise ValueError(f"the model has no matrix inside it to cover ({said}). If it is all one layer, say that it is no output: head=[].")
-    engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, owned=chosen.weights, process_group=process_group)
+    engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, owned=chosen.weights, functional=True,
+                    process_group=process_group)  # fmt: skip
     engine.rest.update(chosen.why_not)
     return engine
 

@@ -17,9 +17,11 @@ from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps, check_adaptive
 from foof.optim.block import Block, Damping
+from foof.optim.change import State
 from foof.optim.checks import Fallback
 from foof.optim.engine import Engine
 from foof.optim.estimators import Estimator, Host
+from foof.optim.rules import at_most
 from foof.optim.step import Ledger, Step
 from foof.passes import Recorder, check_output, record
 from foof.statistics import Schedule
@@ -207,6 +209,8 @@ class NaturalGradient(QuadraticModelSteps):
     Args:
         model, lr, momentum, weight_decay, rest, groups, exclude, maximize: as in ``FOOF``.
         damping: λ > 0.
+        max_change: τ, how far a step δ may move the model's predictions: ``δ ← δ · min(1, τ/ρ)`` with ``ρ² = δᵀFδ``, which is twice the
+            divergence KL that F predicts (and for squared error the mean square of the change of the outputs). None: no bound.
         fisher: labels drawn from the model, ``samples`` per input (``"mc"``), all of them weighted by their probability
             (``"full"``: one backward pass per class, a Gram matrix of (inputs · classes)²), or the data's (``"empirical"``).
         likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs; classes last, ``(N, ..., C)``.
@@ -220,7 +224,8 @@ class NaturalGradient(QuadraticModelSteps):
         generator: a seed or ``torch.Generator`` for sampled labels; by default one seeded as torch is.
     """
 
-    def __init__(self, model: nn.Module, lr: float = 1e-3, damping: float = 1e-2, *, fisher: str = "mc", samples: int = 1,
+    def __init__(self, model: nn.Module, lr: float = 1e-3, damping: float = 1e-2, *, max_change: float | None = None,
+                 fisher: str = "mc", samples: int = 1,
                  likelihood: str | Likelihood = "categorical", blocks: str = "full", momentum: float = 0.0,
                  weight_decay: float = 0.0, T: int = 1, adaptive: Adaptive | bool = False, dtype: torch.dtype | None = None,
                  batch_size: int | None = None, solver: str = "cholesky", generator: torch.Generator | int | None = None,
@@ -231,15 +236,17 @@ class NaturalGradient(QuadraticModelSteps):
         )
         for options in ({"damping": damping}, *groups):
             Damping(options.get("damping", damping), options.get("relative", False)).absolute("natural gradients need")
-        self.adaptive = check_adaptive(adaptive, weight_decay, groups, maximize)
+        self.adaptive = check_adaptive(adaptive, weight_decay, groups, maximize, max_change)
         if distributed.group_of(None) is not None:
             raise NotImplementedError(
                 "NaturalGradient solves with the Gram matrix of one process's batch: the ranks would part. Use FOOF or KFAC here."
             )
         engine = Engine(model, lambda device: ExactFisher(settings, generator, device), Schedule.of(T, None), 0.0, exclude=exclude)
-        defaults = {"lr": lr, "damping": damping, "relative": False, "momentum": momentum, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "damping": damping, "relative": False, "max_change": max_change, "momentum": momentum,
+                    "weight_decay": weight_decay}  # fmt: skip
         super().__init__(engine, defaults, groups, rest, maximize)
         self._fisher.tie(engine)
+        self._bound = self
         engine.keeps_plain = self.adaptive is not None
 
     @property
@@ -266,6 +273,16 @@ class NaturalGradient(QuadraticModelSteps):
             raise ValueError("update_curvature needs outputs of the model, or inputs=... for a pass of its own: one of them.")
         if self._fisher.replaceable:
             self._fisher.renew(self.preconditioner, out, y, inputs)
+
+    def factors(self, _: State) -> dict[Tensor, Tensor]:
+        """``min(1, τ/ρ)`` with ``ρ² = δᵀFδ`` of the step δ to come, the same for all; of several groups' τ the smallest holds."""
+        groups = [group for group in self.param_groups if group.get("max_change") is not None]
+        if not groups:
+            return {}
+        lr_of, params = {p: group["lr"] for group in self.param_groups for p in group["params"]}, self.preconditioner.params
+        steps = [torch.zeros_like(p) if p.grad is None else lr_of[p] * p.grad for p in params]
+        rho = self._fisher_in([torch.stack([step, torch.zeros_like(step)]) for step in steps])[0, 0].clamp_min(0).sqrt()
+        return dict.fromkeys(params, at_most(min(group["max_change"] * (1 - group["momentum"]) for group in groups), rho))
 
     def _fisher_in(self, plane: list[Tensor]) -> Tensor:
         """``tᵢᵀ tⱼ`` with ``t = Gᵀδ``, for the F of the update itself."""

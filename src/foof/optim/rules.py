@@ -52,8 +52,22 @@ def relative_inverse(Sigma: Tensor, ridge: float, power: float = -1.0, name: str
     scaled = relative(Sigma)
     if power == -1.0:
         return damped_inverse(scaled, ridge, name)
-    s, U = eigh(scaled)
+    return damped_power(scaled, ridge, power)
+
+
+def damped_power(Sigma: Tensor, damping: float | Tensor, power: float) -> Tensor:
+    """``(Σ + λI)^power`` in the eigenbasis. Σ ``(..., m, m)``, λ a number or ``(...)``."""
+    s, U = eigh(Sigma)
+    ridge = damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping
     return (U * (s + ridge).pow(power).unsqueeze(-2)) @ U.mT
+
+
+def blended(G: Tensor, N: Tensor, beta: float, graft: bool) -> Tensor:
+    """``(1 − β) G + β N`` of a gradient and its neuron gradient; grafted with ``N ‖G‖/‖N‖`` in place of N. Where N = 0 it stays 0."""
+    if graft:
+        size = N.norm()
+        N = N * torch.where(size == 0, size, G.norm() / size)
+    return G.lerp(N, beta)
 
 
 # --- Muon ------------------------------------------------------------------------------------------------------------------------
@@ -98,11 +112,9 @@ def momentum_of(buffer: Tensor, gradient: Tensor, momentum: float = 0.95, nester
     return gradient.lerp(buffer, momentum) if nesterov else buffer
 
 
-def orthogonal_update(M: Tensor, inverse: Tensor | None = None, steps: int = 5, scale: str = "original") -> Tensor:
-    """``scale · orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
-    if inverse is not None:
-        M = M.to(inverse.dtype) @ inverse
-    return newton_schulz(M, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
+def orthogonalised(M: Tensor, inverse: Tensor | None = None, steps: int = 5) -> Tensor:
+    """``orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
+    return newton_schulz(M if inverse is None else M.to(inverse.dtype) @ inverse, steps)
 
 
 def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None, momentum: float = 0.95, nesterov: bool = True,
@@ -116,7 +128,8 @@ def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None,
     P stands between momentum and orthogonalisation: P is refreshed while B remembers, and B of neuron gradients would mix
     gradients seen through one P with those seen through another.
     """
-    return orthogonal_update(momentum_of(buffer, gradient, momentum, nesterov), inverse, steps, scale)
+    M = momentum_of(buffer, gradient, momentum, nesterov)
+    return orthogonalised(M, inverse, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
 
 
 # --- Adam in the eigenbasis ------------------------------------------------------------------------------------------------------
@@ -221,23 +234,6 @@ def descend_by(params: list[Tensor], gradients: list[Tensor], buffers: list[Tens
         foreach_addcmul_(params, gradients, factors, value=-lr)
 
 
-def bounded(update: Tensor, rho: Tensor, tau: float | Tensor) -> Tensor:
-    """``ΔW · min(1, τ/ρ)``. update ``(..., n, m)``, ρ ``(...)``."""
-    factor = torch.where(rho <= tau, torch.ones_like(rho), tau / rho)  # NaN stays NaN
-    return update * factor[..., None, None].to(update.dtype)
-
-
-def neuron_power(gradient: Tensor, update: Tensor, damping: float | Tensor) -> Tensor:
-    """``tr(U Σ Uᵀ) = ⟨G, U⟩ − λ‖U‖²`` for ``U = G (Σ + λI)⁻¹``, without Σ: ``(...)``. λ a number or ``(...)``.
-
-    A difference: for λ far above Σ it loses about log10(λ/‖Σ‖) digits, and rounding may leave it slightly below 0.
-    """
-    return (gradient * update).sum(dim=(-2, -1)) - damping * (update * update).sum(dim=(-2, -1))
-
-
-def inner_by_rows(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``⟨Eᵀ A, Eᵀ B⟩ = ⟨E Eᵀ, A Bᵀ⟩``, without the ``(n, m)`` matrices: ``(...)``. Rows e ``(..., R, n)``, a and b ``(..., R, m)``.
-
-    With ``B = A P`` that is ``⟨G, U⟩`` of `neuron_power`, with both A P its ``‖U‖²``; cheaper than they are where R < n, m.
-    """
-    return ((e @ e.mT) * (a @ b.mT)).sum(dim=(-2, -1))
+def at_most(tau: float | Tensor, rho: Tensor) -> Tensor:
+    """``min(1, τ/ρ)``: what a step that moves the outputs by ρ is multiplied by where it may move them by τ; ``(...)``. NaN stays NaN."""
+    return torch.where(rho <= tau, torch.ones_like(rho), tau / rho)

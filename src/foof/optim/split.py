@@ -25,7 +25,7 @@ def split(model: nn.Module, exclude: Iterable[str] = (), head: Iterable[str] | N
     Left out are embeddings and what is tied to them (their inputs are one-hot: a matrix with a coordinate system of its own), matrices
     of a single row or column, and biases. head None: the output layer is found by `output_layers`.
     """
-    layers, why_not = covered_layers(model, exclude)
+    layers, why_not = covered_layers(model, exclude, functional=True)
     heads = output_layers(model, layers) if head is None else named(model, head)
     embedded = {id(layer.weight) for layer in layers if isinstance(layer, Embedding)}
     matrices = by_matrix(layers)
@@ -55,7 +55,7 @@ def split(model: nn.Module, exclude: Iterable[str] = (), head: Iterable[str] | N
 def of_vocabulary(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, str]:
     """The modules (names) whose inputs or outputs are a vocabulary, and which of the two: embeddings, what is tied to them, and in a
     model that has some its output layer. Empty where nothing else could be covered."""
-    layers, _ = covered_layers(model, exclude)
+    layers, _ = covered_layers(model, exclude, functional=True)
     embedded = {id(layer.weight) for layer in layers if isinstance(layer, Embedding)}
     heads = output_layers(model, layers) if embedded else set()
     why = {}
@@ -74,7 +74,7 @@ def output_layers(model: nn.Module, layers: list[Layer]) -> set[int]:
     named_by_model = getattr(model, "get_output_embeddings", None)
     if callable(named_by_model) and (module := named_by_model()) is not None:
         return {id(module)}
-    return {id(layer.module) for layer in [layer for layer in layers if not isinstance(layer, Embedding)][-1:]}
+    return {id(layer.module) for layer in [layer for layer in layers if not (isinstance(layer, Embedding) or layer.functional)][-1:]}
 
 
 def named(model: nn.Module, names: Iterable[str]) -> set[int]:

@@ -67,6 +67,13 @@ class Experiment:
             found = {k: replace(s, urgency=s.urgency + OTHER_DATA_LATER, known=len(s.grid) == 1) for k, s in found.items()}
         return {k: s for k, s in found.items() if self.labels is None or k in self.labels}
 
+    def mark(self, preset: Preset) -> str:
+        """What is to be said with every verdict on it: that it is much smaller than the paper's, or on other images than the paper's."""
+        if preset.reduced:
+            return "reduced"
+        other = {s.base.dataset for s in self.searches(preset).values()} - {self.dataset} if CATALOGUE[self.figure].nets else set()
+        return f"small, on {', '.join(sorted(other))}" if other else ""
+
     def early(self, preset: Preset) -> int | None:
         """Where the published figure ends, if that is before the end of training. Claims are judged at the end."""
         return preset.early if CATALOGUE[self.figure].early else None
@@ -205,7 +212,7 @@ def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdic
         measured = replace(measured, text=f"{measured.text}\nat step {early:,}, where the published figure ends: ratio {then}")
     says = claim.says + (" (MNIST)" if e.again and claim.where else "")
     where = claim.mnist if e.again else claim.where
-    where += " (reduced)" if preset.reduced else ""
+    where += f" ({mark})" if (mark := e.mark(preset)) else ""
     id_, rule = claim_id(claim, e.again), claim.rule.text()
     return Verdict(id_, where, says, measured.text, rule, measured.ruling, e.id, claim.about, measured.conditions, claim.changed)
 

@@ -138,7 +138,8 @@ def section(outcome: Outcome) -> Section:
     runs_here = e.figure == "toy" or e.searches(preset)
     rerun = f"foof reproduce {e.id} --preset {preset.name if runs_here else 'paper'}"
     said = " ".join(filter(None, (_setup(outcome), note(e.figure, e.dataset, preset, bool(outcome.found)))))
-    title = f"{e.title} ({preset.mark})" if preset.mark else e.title
+    mark = preset.mark or e.mark(preset)
+    title = f"{e.title} ({mark})" if mark else e.title
     return Section(e.id, title, e.where, e.claimed, figures, rows, rerun, said, compared)
 
 

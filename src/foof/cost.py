@@ -1,0 +1,210 @@
+"""What a training step costs: flops and bytes counted on one forward pass of a model, and from them seconds and memory beside SGD.
+
+The flops are what a step must do; a ``Machine`` turns them into seconds. Ratios of such seconds are what ``foof.explain`` predicts and
+`foof bench` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foof._torch import DispatchMode
+from foof.layers import Layer
+from foof.passes import call_model
+from foof.tap import inputs_seen
+
+FLOAT = 4  # bytes; statistics and weights in single precision
+LARGE = 2**25  # bytes beyond which the C library gives memory back when it is freed, to be had anew, page by page
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one thread of a processor with wide vectors does; `foof bench` measures another's."""
+
+    products: float = 88e9  # flops per second in products of matrices
+    memory: float = 38e9  # bytes per second read or written by elementwise operations
+    pages: float = 2.1e9  # bytes per second into memory that is had anew
+    inverse: float = 65e9  # m³ per second of a damped inverse by Cholesky, beside
+    inverse_bytes: float = 190.0  # bytes moved for each of its m² entries
+    operation: float = 8e-6  # seconds that an operation takes, forward and backward, however small
+    tap: float = 1.2e-4  # seconds that a call of a covered layer adds
+
+    def threads(self, count: int) -> Machine:
+        """Of so many threads: they multiply faster, but share the memory and the interpreter."""
+        return Machine(self.products * count, self.memory, self.pages, self.inverse * count, self.inverse_bytes, self.operation, self.tap)
+
+    def inverted(self, m: int) -> float:
+        """Seconds of ``(Σ + λI)⁻¹`` for Σ ``(m, m)``."""
+        return m**3 / self.inverse + m**2 * self.inverse_bytes / self.memory
+
+    def factorised(self, m: int) -> float:
+        """Seconds of its Cholesky factor alone, a third of the flops."""
+        return m**3 / 3 / self.inverse + m**2 * self.inverse_bytes / 2 / self.memory
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One covered matrix ``(n, m)``, ``groups`` of them, and the rows that a forward pass sends through it."""
+
+    n: int
+    m: int
+    groups: int
+    rows: int
+    calls: int
+    diagonal: bool = False
+    inner: bool = True  # is the gradient of its inputs wanted? Not where they are data
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward pass of a model."""
+
+    layers: tuple[LayerWork, ...]
+    flops: float  # of all products, convolutions and attention
+    traffic: float  # bytes that all else reads and writes
+    operations: int
+    sizes: tuple[int, ...]  # of all trainable parameters
+
+    @property
+    def sgd_flops(self) -> float:
+        """Forward, gradients of weights and of inputs; the latter not where inputs are data."""
+        return 3 * self.flops - sum(2 * w.rows * w.n * w.m * w.groups for w in self.layers if not (w.inner or w.diagonal))
+
+
+class _Counter(DispatchMode):
+    """Counts flops of products, bytes of all else, and operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.traffic, self.operations = 0.0, 0.0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.utils.flop_counter import flop_registry
+
+        out = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return out
+        self.operations += 1
+        if formula := flop_registry.get(func.overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        else:
+            self.traffic += sum(t.numel() * t.element_size() for t in _tensors((args, out)))
+        return out
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+
+
+def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
+    """Count one forward pass of a batch, without gradients and in evaluation mode, so that the model stays as it is."""
+    layers, seen = list(layers), dict[int, list[Tensor]]()
+    data = {t.untyped_storage().data_ptr() for t in _tensors(inputs)}
+
+    def see(layer: Layer, x: Tensor) -> None:
+        seen.setdefault(id(layer), []).append(x.detach())
+
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), inputs_seen(layers, see), _Counter() as counted:
+            call_model(model, inputs)
+    finally:
+        for module, was_training in modes.items():
+            module.training = was_training
+    found = []
+    for layer in layers:
+        if calls := seen.get(id(layer)):
+            rows = sum(x.numel() if layer.diagonal else _rows(layer, x) for x in calls)
+            inner = not all(x.untyped_storage().data_ptr() in data for x in calls)
+            found.append(LayerWork(layer.n, layer.m, layer.groups, rows, len(calls), layer.diagonal, inner))
+    sizes = tuple(p.numel() for p in model.parameters() if p.requires_grad)
+    return Work(tuple(found), counted.flops, counted.traffic, counted.operations, sizes)
+
+
+def _rows(layer: Layer, x: Tensor) -> int:
+    return layer.input_rows(x[:1]).flatten(-3, -2).shape[-2] * len(x)
+
+
+# --- seconds --------------------------------------------------------------------------------------------------------------
+
+
+def sgd_seconds(work: Work, machine: Machine) -> float:
+    """A step of SGD with momentum: products, three times the forward pass's other traffic, and an update that touches each weight
+    eight times and writes its gradient once."""
+    touched = sum(9 * FLOAT * size for size in work.sizes)
+    return (
+        work.sgd_flops / machine.products + (3 * work.traffic + touched) / machine.memory + _anew(work, machine)
+        + work.operations * machine.operation
+    )  # fmt: skip
+
+
+def _anew(work: Work, machine: Machine) -> float:
+    """Gradients are freed after a step, and large ones are had anew."""
+    return sum(FLOAT * size for size in work.sizes if FLOAT * size > LARGE) / machine.pages
+
+
+def flops(work: Work, method: str, T: int, S: int) -> float:
+    """Flops that a step of ``"SGD"``, ``"FOOF"`` or ``"KFAC"`` must do, in the mean over a period."""
+    return work.sgd_flops + (0.0 if method == "SGD" else sum(_extra_flops(w, method, T, S) for w in work.layers))
+
+
+def _extra_flops(w: LayerWork, method: str, T: int, S: int) -> float:
+    sides = _sides(w, method)
+    applied = sum(2 * rows * m**2 for rows, m in sides)
+    gathered = sum(1.5 * w.rows * m**2 for _, m in sides)
+    inverted = sum(m**3 for _, m in sides)
+    fisher = 2 * w.rows * w.n * w.m if method == "KFAC" and w.inner else 0
+    return w.groups * (applied + S / T * (gathered + fisher) + inverted / T)
+
+
+def _sides(w: LayerWork, method: str) -> list[tuple[int, int]]:
+    """(rows to be multiplied, size) of the inverse of the inputs and, for KFAC, of the errors; see ``foof.kronecker``."""
+    inputs = [] if w.diagonal else [(min(w.rows, w.n), w.m)]
+    return inputs + ([(min(w.rows, w.m), w.n)] if method == "KFAC" else [])
+
+
+def extra_seconds(work: Work, machine: Machine, method: str, T: int, S: int) -> float:
+    """What FOOF or KFAC (without momentum) adds to a step of SGD with momentum, in the mean over a period."""
+    total = -sum(5 * FLOAT * size for size in work.sizes) / machine.memory  # the momentum
+    for w in work.layers:
+        total += w.calls * machine.tap * (1 if method == "FOOF" else 1.3)
+        for rows, m in _sides(w, method):
+            inverts = T * rows < m / 3  # then a Cholesky factor does, and its two triangular solves are half as fast
+            applied = (4 if inverts else 2) * rows * m**2 / machine.products
+            gathered = 1.5 * w.rows * m**2 / machine.products + 3 * FLOAT * m**2 / machine.memory
+            total += w.groups * (applied + S / T * gathered + (machine.factorised(m) if inverts else machine.inverted(m)) / T)
+        if method == "KFAC" and w.inner:
+            total += w.groups * S / T * 2 * w.rows * w.n * w.m / machine.products
+    return total
+
+
+def ratio(work: Work, machine: Machine, method: str = "FOOF", T: int = 100, S: int = 10) -> float:
+    """The time of a step over that of SGD with momentum, as predicted."""
+    return 1 + extra_seconds(work, machine, method, T, S) / sgd_seconds(work, machine)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------------
+
+
+def memory(layers: Iterable[LayerWork | Layer], method: str, sizes: Iterable[int]) -> int:
+    """Bytes at most beside SGD with momentum, for FOOF or KFAC without: ``4 (3 Σ_l m_l² + max m_l² − Σ n_l m_l)``, and KFAC n_l² likewise.
+
+    Σ and its inverse, the new inverse while the old one is still there, what the largest inversion works in, less the momentum.
+    """
+    squares = []
+    for w in layers:
+        squares += [] if w.diagonal else [w.groups * w.m**2]
+        squares += [w.groups * w.n**2] if method == "KFAC" else []
+    return FLOAT * (3 * sum(squares) + max(squares, default=0) - sum(sizes))

@@ -1,0 +1,316 @@
+"""The benchmark: every measurement on something tiny, its records, what they say, and the predictions against counting by hand."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import foof
+from foof import cost
+from foof.bench import fisher, loss, memory, records, roofline, run, show, steps
+from foof.bench.cases import CASES, deep_autoencoder, fully_connected, language, residual
+from foof.bench.methods import BASELINE, METHODS, Method, Training, chosen
+from foof.covering import covered_layers
+from test_cli import foof as foof_command
+
+TINY = {
+    "mlp": replace(fully_connected(8, 4), T=3, S=2, rounds=2),
+    "autoencoder": replace(deep_autoencoder((8, 4), 5), T=3, S=2),
+    "resnet": replace(residual(2, 3), T=3, S=2),
+    "gpt": replace(language(8, 1, 6, 2), T=3, S=2),
+}
+PACKAGES = {"curvlinops": "curvlinops", "SINGD": "singd", "SOAP": "pytorch_optimizer", "Shampoo": "pytorch_optimizer"}
+MACHINE = cost.Machine()
+
+
+def needs(name):
+    """Skip where a peer is not installed."""
+    for beginning, package in PACKAGES.items():
+        if name.startswith(beginning):
+            pytest.importorskip(package)
+
+
+@pytest.mark.parametrize("name", [BASELINE.name, *METHODS])
+@pytest.mark.parametrize("case", TINY)
+def test_every_method_steps_on_every_case(name, case):
+    needs(name)
+    method = METHODS.get(name, BASELINE)
+    if (case, name) == ("resnet", "Muon (torch)"):
+        with pytest.raises(ValueError, match="hidden weights that are matrices"):
+            Training(method, TINY[case])
+        return
+    training = Training(method, TINY[case], lr=1e-3)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    losses = [training.step(x, y).item() for x, y in TINY[case].batches(4)]
+    moved = [not torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True) if p.requires_grad]
+    assert all(map(math.isfinite, losses))
+    assert all(moved)
+    training.close()
+
+
+def test_foof_of_curvlinops_takes_our_steps():
+    """The same mathematics, so that the comparison is of speed alone: T = S = 1, no memory, the same damping."""
+    pytest.importorskip("curvlinops")
+    case = replace(fully_connected(8, 4), T=1, S=1)
+    x, y = case.batches(1)[0]
+    theirs, ours = Training(METHODS["curvlinops FOOF"], case, lr=0.5), Training(METHODS["FOOF"], case, lr=0.5)
+    for training in (theirs, ours):
+        training.step(x, y)
+    for p, q in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_steps_are_ratios_of_one_run():
+    failing = Method("failing", lambda model, case, lr: [][0])
+    record = steps.unit(TINY["mlp"], {"FOOF": METHODS["FOOF"], "AdamW": METHODS["AdamW"], "failing": failing})
+    assert record["failed"] == {"failing": "IndexError: list index out of range"}
+    assert set(record["methods"]) == {BASELINE.name, "FOOF", "AdamW"}
+    of = record["methods"]["FOOF"]
+    assert (of["rounds"], of["steps"], of["cut"]) == (2, steps.BLOCK, 0)
+    assert 0 < of["median_ms"] <= of["worst_ms"] <= of["worst_of_all_ms"]
+    assert of["quartiles"][0] <= of["ratio"] <= of["quartiles"][1]
+
+
+def test_the_worst_step_is_the_schedules_not_the_machines():
+    times = steps.Times([[1, 1, 6, 1], [1, 9, 6, 1], [1, 1, 6, 1]], [1.0, 1.0, 1.0])
+    of = times.summary()
+    assert (of["ratio"], of["worst_ms"], of["worst_of_all_ms"], of["median_ms"]) == (2.25, 6000, 9000, 1000)
+
+
+def test_a_period_that_takes_too_long_is_a_lower_bound():
+    slow = Method("slow", lambda model, case, lr: [Slow(model.parameters(), lr=lr)])
+    times, _ = steps.measure(replace(TINY["mlp"], rounds=2), {"slow": slow}, lambda _: None, budget=0.05)
+    assert 3 <= times["slow"].cut < steps.BLOCK
+    assert len(times["slow"].rounds) == 1
+
+
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.linalg.eigh(torch.eye(200))
+        torch.linalg.eigh(torch.eye(400))
+        super().step(closure)
+
+
+# --- predictions ----------------------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_those_counted_by_hand():
+    """784-8-8-8-10 at batch 4: forward, weights and inputs, the latter not for the first layer; then Eᵀ(AP) or (EᵀA)P."""
+    work = roofline.work_of(replace(fully_connected(8, 4)))
+    matrices = [(8, 784), (8, 8), (8, 8), (10, 8)]
+    assert [(w.n, w.m) for w in work.layers] == matrices
+    plain = sum(2 * 4 * n * m * (2 if m == 784 else 3) for n, m in matrices)
+    assert work.sgd_flops == plain
+    extra = sum(2 * min(4, n) * m**2 + 0.1 * 1.5 * 4 * m**2 + m**3 / 100 for n, m in matrices)
+    assert cost.flops(work, "FOOF", 100, 10) == pytest.approx(plain + extra)
+    errors = sum(2 * min(4, m) * n**2 + 0.1 * 1.5 * 4 * n**2 + n**3 / 100 + 0.1 * 2 * 4 * n * m * (m != 784) for n, m in matrices)
+    assert cost.flops(work, "KFAC", 100, 10) == pytest.approx(plain + extra + errors)
+
+
+def test_convolutions_count_their_locations_and_the_model_stays_as_it_is():
+    model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    work = cost.work_of(model, covered_layers(model)[0], torch.randn(2, 3, 6, 6))
+    assert [(w.n, w.m, w.rows, w.inner) for w in work.layers] == [(5, 28, 72, False), (4, 46, 32, True)]
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_ratio_falls_to_its_flops_as_a_network_grows():
+    """At a large width only products count: FOOF adds 2·B·m² to 6·B·m², a third."""
+    layers = (cost.LayerWork(10**5, 10**5, 1, 100, 1),)
+    work = cost.Work(layers, 2 * 100 * 1e10, 0.0, 1, ())
+    assert cost.ratio(work, MACHINE, "FOOF", T=10**9, S=1) == pytest.approx(4 / 3, abs=1e-3)
+    assert cost.ratio(work, MACHINE, "KFAC", T=10**9, S=1) == pytest.approx(5 / 3, abs=1e-3)
+    assert cost.ratio(work, MACHINE, "FOOF", T=1, S=1) > 2
+
+
+def test_explain_says_what_is_predicted():
+    model = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 10))
+    explained = foof.explain(model, torch.randn(100, 500))
+    assert 1 < explained.ratio < 3
+    assert f"Predicted: {explained.ratio:.2f} times the time of a step of SGD with momentum" in str(explained)
+    assert foof.explain(model).ratio is None
+    slower = foof.explain(model, torch.randn(100, 500), T=1)
+    assert slower.ratio > explained.ratio
+
+
+def test_the_machine_is_measured():
+    machine = roofline.calibrate(torch.device("cpu"))
+    assert all(value > 0 for name, value in vars(machine).items() if name not in ("inverse_bytes", "tap"))
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_beside_sgd_is_that_of_the_formula():
+    """In processes of their own, on the network of width 1,000; `foof bench memory` has the other cases."""
+    record = memory.unit(CASES["mlp-1000"], ["FOOF"], 1)
+    work = roofline.work_of(CASES["mlp-1000"])
+    squares = [784**2, 1000**2, 1000**2, 1000**2]
+    weights = 784 * 1000 + 2 * 1000**2 + 10 * 1000
+    assert cost.memory(work.layers, "FOOF", work.sizes) == 4 * (3 * sum(squares) + 1000**2 - weights)
+    assert record["beside"]["FOOF"] == pytest.approx(cost.memory(work.layers, "FOOF", work.sizes), rel=0.1)
+
+
+def test_a_method_that_fails_elsewhere_says_why(monkeypatch):
+    def child(module, case, name, *_):
+        if name == "SOAP":
+            raise RuntimeError("ModuleNotFoundError: pytorch_optimizer")
+        return {BASELINE.name: 100, "FOOF": 130}[name]
+
+    monkeypatch.setattr(memory, "elsewhere", child)
+    record = memory.unit(CASES["resnet"], ["FOOF", "SOAP"], 1)
+    assert (record["sgd"], record["beside"]) == (100, {"FOOF": 30})
+    assert record["failed"] == {"SOAP": "ModuleNotFoundError: pytorch_optimizer"}
+
+
+# --- time to a loss ---------------------------------------------------------------------------------------------------------------
+
+
+def small_task():
+    return replace(loss.fashion_mnist("embedded", 8, 1), slice=0.01, judged=100)
+
+
+def test_the_race_ends_with_sgd_and_says_who_was_there_first():
+    record = loss.unit(small_task(), {BASELINE.name: 0.01, "FOOF": 0.3, "AdamW": 1e-2}, floor=0.0)
+    sgd, adamw = record["methods"][BASELINE.name], record["methods"]["AdamW"]
+    assert (sgd["steps"], sgd["of_sgd"], record["failed"]) == (60, 1.0, {})
+    last = [value for *_, value in sgd["curve"][-loss.TAKINGS :]]
+    assert record["goal"] == pytest.approx(sum(last) / len(last))
+    assert adamw["reached"] is None or adamw["reached"] <= adamw["seconds"]
+    assert all(m["steps"] <= 60 for m in record["methods"].values())
+
+
+def test_a_loss_is_reached_when_three_takings_are_there():
+    of = loss.Run(None, None, 0.0, curve=[(1.0, 10, 5.0), (2.0, 20, 1.0), (3.0, 30, 1.0), (4.0, 40, 1.0)])  # type: ignore[arg-type]
+    assert of.reaches(1.0) == (4.0, 40)
+    assert of.reaches(2.5) == (3.0, 30)
+    assert of.reaches(0.5) is None
+
+
+def test_a_search_goes_on_where_the_best_is_at_an_end():
+    record = loss.search(small_task(), "AdamW", steps=8)
+    rates = [lr for lr, _ in record["tried"]]
+    assert record["best"] in rates
+    assert len(rates) == (3 if record["best"] == loss.DOCUMENTED["AdamW"] else 4)
+
+
+# --- the Fisher -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_fisher_beside_its_peers(monkeypatch):
+    pytest.importorskip("curvlinops")
+    monkeypatch.setattr(fisher, "elsewhere", lambda module, width, D, threads: fisher.memory(width, D))
+    monkeypatch.setattr(fisher, "LARGEST", 1)
+    record = fisher.unit(8, 20)
+    mine, theirs = record["ours"], record["peers"]["curvlinops + CG"]
+    assert mine["residual"] < 1e-4
+    assert theirs["residual"] < 10 * max(mine["residual"], 1e-6)  # the same matrix, to the same accuracy
+    assert mine["bytes"] >= 0
+
+
+def test_what_does_not_fit_is_listed(monkeypatch):
+    monkeypatch.setattr(fisher, "LARGEST", 1)
+    record = fisher.laplace_unit(4, 10, "full")
+    assert record["failed"]["laplace-torch"].startswith("MemoryError: its covariance has 3,208 × 3,208 numbers")
+    assert record["ours"]["fit"] > 0
+
+
+# --- records, tables, the command -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_recorded_is_not_measured_again(tmp_path):
+    path, calls = tmp_path / "records.jsonl", []
+
+    def measure():
+        calls.append(1)
+        return {"kind": "x", "value": math.nan, "pair": (1, 2.0)}
+
+    store = records.Store(path, {"threads": 1})
+    record, new = store.measured("a", measure)
+    assert (new, record["value"], record["pair"], record["unit"]) == (True, None, [1, 2.0], "a")
+    assert record["machine"]["cores"] >= 1
+    assert record["versions"]["torch"] == torch.__version__
+    assert json.loads(path.read_text()) == record
+    assert records.Store(path, {"threads": 1}).measured("a", measure) == (record, False)
+    assert records.Store(path, {"threads": 2}).get("a") is None  # another setup
+    assert records.Store(path, {"threads": 2}).get("a", timed=False) == record
+    again, new = records.Store(path, {"threads": 1}, fresh=True).measured("a", measure)
+    assert (new, len(calls), records.read(path)) == (True, 2, [again])
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"format": 99}\n')
+    with pytest.raises(ValueError, match=r"line 1: a record of `foof bench` in format 1 was needed"):
+        records.Store(tmp_path / "x.jsonl", {})
+
+
+def test_names_that_are_none():
+    with pytest.raises(ValueError, match="no method of the benchmark is called soup"):
+        chosen(["soup"])
+    with pytest.raises(ValueError, match="nothing of the benchmark is called 'stpes'"):
+        run.plan(run.Setup(), ["stpes"])
+    with pytest.raises(ValueError, match="at least 1"):
+        run.Setup(threads=0)
+    assert list(chosen(["foof", "soap"])) == ["FOOF", "SOAP"]
+
+
+def test_every_line_that_was_asked_for_is_judged():
+    def timed(case, **ratios):
+        of = {"quartiles": [1, 1], "rounds": 2, "steps": 9, "mean_ms": 1, "median_ms": 1, "worst_ms": 2.5, "cut": 0}
+        methods = {name: {"ratio": value, **of} for name, value in {BASELINE.name: 1.0, **ratios}.items()}
+        common = {"kind": "steps", "unit": f"steps/{case}", "case": case, "title": case, "T": 100, "failed": {}}
+        return {**common, "methods": methods, "predicted": {"FOOF": {"ratio": 1.4}, "KFAC": {"ratio": 2.0}}}
+
+    race = {BASELINE.name: 60.0, "FOOF": 15.0, "AdamW": 30.0, "SOAP": None}
+    found = show.checks([
+        timed("mlp-1000", FOOF=1.36, KFAC=1.8, SOAP=1.5, **{"FOOF, spread": 1.4}),
+        {"kind": "loss", "unit": "loss", "methods": {name: {"reached": value} for name, value in race.items()}},
+        {"kind": "memory", "unit": "memory/x", "title": "x", "predicted": {"FOOF": 120}, "beside": {"FOOF": 100}},
+        {"kind": "fisher", "unit": "fisher/1000-4000", "ours": {"bytes": 2**30}},
+    ])  # fmt: skip
+    assert {check.asked: check.holds for check in found} == {
+        "mlp-1000: FOOF ≤ 1.38 × SGD": True,
+        "mlp-1000: KFAC ≤ 1.75 × SGD": False,
+        "mlp-1000: FOOF below every second-order peer": True,
+        "mlp-1000: KFAC below every second-order peer": False,
+        "mlp-1000: no step of FOOF, spread over 2 × its median": False,
+        "mlp-1000: FOOF predicted within 15 %": True,
+        "mlp-1000: KFAC predicted within 15 %": True,
+        "x: FOOF's memory within 10 % of the formula": False,
+        "FOOF at SGD's last loss in a third of its seconds": True,
+        "FOOF there before every other method": True,
+        "the Fisher of 2.8 M parameters, D = 4,000: ≤ 2 GiB beside the model": True,
+    }
+
+
+def test_pictures_need_two_places():
+    def timed(case, ratio):
+        return {"kind": "steps", "case": case, "T": 100, "methods": {BASELINE.name: {"ratio": 1.0}, "FOOF": {"ratio": ratio}}}
+
+    assert show.cost_against([timed("mlp-250", 1.5)], "width") == ""
+    widths = show.cost_against([timed("mlp-250", 1.5), timed("mlp-4000", 1.2), timed("mlp-1000-b32", 3.0)], "width")
+    assert widths.count("<polyline") == 1
+    assert ">4,000<" in widths
+    assert ">FOOF<" in widths
+    assert show.cost_against([timed("mlp-1000", 1.5), timed("mlp-1000-b32", 1.2)], "batch").count("<polyline") == 1
+
+
+def test_the_command(capsys, tmp_path, monkeypatch):
+    """One case from end to end; the second time nothing is measured."""
+    monkeypatch.setitem(CASES, "mlp-250", TINY["mlp"])
+    monkeypatch.setattr("foof.cli.pin", lambda threads: None)
+    monkeypatch.setattr(roofline, "calibrate", lambda device: MACHINE)
+    command = ["bench", "mlp-250", "--method", "foof", "--method", "AdamW", "--out", tmp_path / "bench.jsonl"]
+    status, said, _ = foof_command(capsys, *command)
+    assert status == 0
+    for words in ("ratio to SGD", "FOOF", "AdamW", "predicted within 15 %", f"torch {torch.__version__}"):
+        assert words in said
+    status, said, _ = foof_command(capsys, *command)
+    assert (status, said.count("measured before")) == (0, 2)
+    status, _, err = foof_command(capsys, "bench", "nonsense")
+    assert (status, "nothing of the benchmark is called 'nonsense'" in err) == (1, True)
