@@ -23,7 +23,7 @@ from foof.bench.machine import synchronise
 from foof.bench.methods import BASELINE, METHODS, Method, Training, reason
 from foof.study.train.models import mlp
 
-SEED, SEARCH_SEED, SEARCH_STEPS = 0, 100, 150
+SEED, SEARCH_SEED, SEARCH_STEPS = 0, 100, 100
 SLICE, TAKINGS, JUDGED = 1.5, 3, 5000
 INITIAL = 50  # batches of statistics before training, as in the study
 NO_LR = ("FOOF, no lr",)  # has nothing to choose
