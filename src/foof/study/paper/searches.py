@@ -344,7 +344,7 @@ def adaptive_1a(p: Preset, d: str) -> Runs:
     if p.fine and not p.centred:
         return {}  # see `notes`
     kfac, natural = base(p, d).but(optimizer="kfac", options=EVERY_TEN), base(p, d).but(optimizer="natural")
-    return _beside(fig1a(p, d), {KFAC: _adaptive(p, kfac, 1e-4), NATURAL: _adaptive(p, natural, 1.0)})
+    return _beside(fig1a(p, d), {KFAC: _adaptive(p, kfac, 1e-3), NATURAL: _adaptive(p, natural, 1.0)})
 
 
 def adaptive_1d(p: Preset, d: str) -> Runs:
@@ -359,7 +359,7 @@ def _adaptive_full(p: Preset, full: Setting, constant: Runs, exact: tuple[tuple[
     if p.fine and not p.centred:
         return {}
     return _beside(constant, {
-        KFAC: _adaptive(p, full.but(optimizer="kfac", options=THIS_BATCH), 1e-6),
+        KFAC: _adaptive(p, full.but(optimizer="kfac", options=THIS_BATCH), 1e-3),
         NATURAL_FULL: _adaptive(p, full.but(optimizer="natural", options=exact), 1.0, FULL_GRID if full.hidden else None),
         NATURAL_MC: _adaptive(p, full.but(optimizer="natural"), 1.0),
     })  # fmt: skip
