@@ -385,7 +385,11 @@ def bench(
             console.print(f"{unit.name}: {record['taken']:.0f} s{'' if new else ', measured before'}", highlight=False)
             _show_bench([record])
 
-        found = bench_run.run(units, store, before, after)
+        try:
+            found = bench_run.run(units, store, before, after)
+        except KeyboardInterrupt:
+            console.print(f"[yellow]stopped; {out} has what was measured, and the same command goes on from there[/]", highlight=False)
+            raise typer.Exit(130) from None
     console.print(bench_show.about(found), highlight=False)
     table = Table("", "Asked for", "Measured")
     for check in bench_show.checks(found):

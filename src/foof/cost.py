@@ -31,7 +31,7 @@ class Machine:
     pages: float = 2.1e9  # bytes per second into memory that is had anew
     inverse: float = 65e9  # m³ per second of a damped inverse by Cholesky, beside
     inverse_bytes: float = 190.0  # bytes moved for each of its m² entries
-    operation: float = 8e-6  # seconds that an operation takes, forward and backward, however small
+    operation: float = 4e-5  # seconds that an operation takes, forward and backward, however small
     tap: float = 1.2e-4  # seconds that a call of a covered layer adds
 
     def threads(self, count: int) -> Machine:
@@ -69,6 +69,7 @@ class Work:
     traffic: float  # bytes that all else reads and writes
     operations: int
     sizes: tuple[int, ...]  # of all trainable parameters
+    kept: float = 0.0  # bytes of what its operations return, most of it kept for the backward pass
 
     @property
     def sgd_flops(self) -> float:
@@ -81,7 +82,7 @@ class _Counter(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops, self.traffic, self.operations = 0.0, 0.0, 0
+        self.flops, self.traffic, self.operations, self.kept = 0.0, 0.0, 0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.utils.flop_counter import flop_registry
@@ -90,6 +91,7 @@ class _Counter(DispatchMode):
         if func.is_view:
             return out
         self.operations += 1
+        self.kept += sum(t.numel() * t.element_size() for t in _tensors(out))
         if formula := flop_registry.get(func.overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=out)
         else:
@@ -112,8 +114,9 @@ def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
     layers, seen = list(layers), dict[int, list[Tensor]]()
     data = {t.untyped_storage().data_ptr() for t in _tensors(inputs)}
 
-    def see(layer: Layer, x: Tensor) -> None:
-        seen.setdefault(id(layer), []).append(x.detach())
+    def see(layer: Layer, x: Any) -> None:
+        query = x[0] if isinstance(x, tuple) else x  # of query, key and value
+        seen.setdefault(id(layer), []).append(query.detach())
 
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -130,7 +133,7 @@ def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
             inner = not all(x.untyped_storage().data_ptr() in data for x in calls)
             found.append(LayerWork(layer.n, layer.m, layer.groups, rows, len(calls), layer.diagonal, inner))
     sizes = tuple(p.numel() for p in model.parameters() if p.requires_grad)
-    return Work(tuple(found), counted.flops, counted.traffic, counted.operations, sizes)
+    return Work(tuple(found), counted.flops, counted.traffic, counted.operations, sizes, counted.kept)
 
 
 def _rows(layer: Layer, x: Tensor) -> int:
@@ -198,13 +201,18 @@ def ratio(work: Work, machine: Machine, method: str = "FOOF", T: int = 100, S: i
 # --- memory ---------------------------------------------------------------------------------------------------------------
 
 
-def memory(layers: Iterable[LayerWork | Layer], method: str, sizes: Iterable[int]) -> int:
-    """Bytes at most beside SGD with momentum, for FOOF or KFAC without: ``4 (3 Σ_l m_l² + max m_l² − Σ n_l m_l)``, and KFAC n_l² likewise.
+def memory(work: Work, method: str) -> float:
+    """Bytes at most beside SGD with momentum, for FOOF or KFAC without, on networks of linear layers.
 
-    Σ and its inverse, the new inverse while the old one is still there, what the largest inversion works in, less the momentum.
+    With W the weights, Q all second moments, q the largest, and K what a forward pass keeps, SGD needs ``2W + max(K, W)``: weights,
+    momentum, and activations or gradients. FOOF needs ``2W + 3Q + q`` when it inverts (weights, gradients, moments, old and new inverses,
+    room for one inversion), or ``W + 2Q + max(K, W)`` in a backward pass. KFAC has second moments of errors, too, and keeps the Fisher's
+    rows of inputs and errors: where there are fewer rows than entries, else their product.
     """
-    squares = []
-    for w in layers:
-        squares += [] if w.diagonal else [w.groups * w.m**2]
-        squares += [w.groups * w.n**2] if method == "KFAC" else []
-    return FLOAT * (3 * sum(squares) + max(squares, default=0) - sum(sizes))
+    weights = FLOAT * sum(work.sizes)
+    sizes = [(w, m) for w in work.layers for _, m in _sides(w, method)]
+    squares = [FLOAT * w.groups * m**2 for w, m in sizes] or [0]
+    rows = sum(FLOAT * w.groups * m * min(w.rows, m) for w, m in sizes) if method == "KFAC" else 0
+    passing = max(work.kept, weights)
+    needed = max(2 * weights + 3 * sum(squares) + max(squares), weights + 2 * sum(squares) + passing)
+    return needed + rows - 2 * weights - passing

@@ -62,7 +62,9 @@ class Case:
     rows: int = 1
     T: int = 100
     S: int = 10
-    rounds: int = 5
+    rounds: int = 2
+    variants: tuple[str, ...] = ()  # of our methods that are measured here, too
+    without: tuple[tuple[str, str], ...] = ()  # peers that are not tried here, and why
     initial: int = 1  # batches of statistics before training
     device: str = "cpu"
 
@@ -80,19 +82,21 @@ class Case:
         return [(x.to(self.device), y.to(self.device)) for x, y in drawn]
 
 
-def fully_connected(width: int, batch: int = 100, T: int = 100, S: int = 10, rounds: int = 5) -> Case:
+def fully_connected(width: int, batch: int = 100, T: int = 100, S: int = 10, rounds: int = 2, variants: tuple[str, ...] = (),
+                    without: tuple[tuple[str, str], ...] = ()) -> Case:  # fmt: skip
     """The paper's network 784-w-w-w-10 without biases."""
     name = f"mlp-{width}" + (f"-b{batch}" if batch != 100 else "") + (f"-T{T}" if T != 100 else "")
     return Case(
         name, f"MLP, width {width:,}, batch {batch:,}, T = {T}, S = {S}", lambda: mlp(784, [width] * 3, 10),
         lambda: (torch.randn(batch, 784), torch.randint(0, 10, (batch,))), nn.CrossEntropyLoss(), T=T, S=S, rounds=rounds,
+        variants=variants, without=without,
     )  # fmt: skip
 
 
 def deep_autoencoder(hidden: tuple[int, ...] = (1000, 500, 250, 30), batch: int = 500) -> Case:
     return Case(
         "autoencoder", f"Autoencoder 784-{'-'.join(map(str, hidden))}-…-784, batch {batch}", lambda: autoencoder(784, hidden),
-        lambda: (torch.rand(batch, 784),) * 2, nn.BCEWithLogitsLoss(), likelihood="bernoulli", rounds=2,
+        lambda: (torch.rand(batch, 784),) * 2, nn.BCEWithLogitsLoss(), likelihood="bernoulli",
     )  # fmt: skip
 
 
@@ -100,7 +104,7 @@ def residual(width: int = 16, batch: int = 64) -> Case:
     """The paper's: batch norms normalise, their parameters stay as they are."""
     return Case(
         "resnet", f"ResNet18, width {width}, batch {batch}", lambda: resnet18(3, 10, width, train_norm=False),
-        lambda: (torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))), nn.CrossEntropyLoss(), rounds=2,
+        lambda: (torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))), nn.CrossEntropyLoss(),
     )  # fmt: skip
 
 
@@ -108,16 +112,19 @@ def language(width: int = 128, depth: int = 4, length: int = 128, batch: int = 4
     return Case(
         "gpt", f"GPT, width {width}, depth {depth}, {batch} × {length} tokens", lambda: GPT(width, depth, 4, length, 256),
         lambda: (torch.randint(0, 256, (batch, length)), torch.randint(0, 256, (batch * length,))), nn.CrossEntropyLoss(),
-        rows=length, rounds=2,
+        rows=length,
     )  # fmt: skip
 
 
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        fully_connected(1000), fully_connected(4000, rounds=2), fully_connected(1000, T=1, S=1, rounds=15),
-        fully_connected(250), fully_connected(500), fully_connected(2000, rounds=2),
-        fully_connected(1000, 32, rounds=3), fully_connected(1000, 320, rounds=3), fully_connected(1000, 1000, rounds=2),
+        fully_connected(1000, rounds=5, variants=("FOOF, spread", "KFAC, spread", "FOOF, no lr")),
+        fully_connected(4000, variants=("FOOF, spread",),
+                        without=(("SOAP", "left out for its time: its first step decomposes six matrices of order 4,000"),)),
+        fully_connected(1000, T=1, S=1, rounds=6),
+        fully_connected(250, rounds=5), fully_connected(2000, variants=("FOOF, spread", "KFAC, spread")),
+        fully_connected(1000, 32, rounds=3), fully_connected(1000, 320), fully_connected(1000, 1000),
         deep_autoencoder(), residual(), language(),
     )
 }  # fmt: skip

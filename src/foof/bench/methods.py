@@ -26,6 +26,7 @@ class Method:
     second: bool = True
     ours: bool = False
     scheduled: bool = True  # do steps differ over a period T?
+    variant: bool = False  # measured where a case asks for it
 
 
 class Training:
@@ -193,10 +194,10 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("FOOF", _foof(), ours=True),
-        Method("FOOF, spread", _foof(spread=True), ours=True),
+        Method("FOOF, spread", _foof(spread=True), ours=True, variant=True),
         Method("KFAC", _kfac(), ours=True),
-        Method("KFAC, spread", _kfac(spread=True), ours=True),
-        Method("FOOF, no lr", _foof_default, ours=True),
+        Method("KFAC, spread", _kfac(spread=True), ours=True, variant=True),
+        Method("FOOF, no lr", _foof_default, ours=True, variant=True),
         Method("AdamW", _adamw, second=False, scheduled=False),
         Method("Muon (torch)", _muon, second=False, scheduled=False),
         Method("curvlinops FOOF", _curvlinops("forward-only", 1.0)),
@@ -219,3 +220,11 @@ def chosen(names: Iterable[str] | None) -> dict[str, Method]:
     if unknown := set(wanted) - {name.lower() for name in METHODS}:
         raise ValueError(f"no method of the benchmark is called {', '.join(sorted(unknown))}; there are: {'; '.join(METHODS)}")
     return {name: method for name, method in METHODS.items() if name.lower() in wanted}
+
+
+def entered(case: Case, names: Iterable[str]) -> dict[str, Method]:
+    """Those that are measured on a case: the ones named, or all that the case does not leave out."""
+    names, left_out = list(names), dict(case.without)
+    if names:
+        return chosen(names)
+    return {name: method for name, method in METHODS.items() if (not method.variant or name in case.variants) and name not in left_out}

@@ -34,9 +34,11 @@ def read(path: Path) -> list[Record]:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """All of these, in place of what is there."""
+    """All of these, in place of what is there; whoever is stopped in between leaves that."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in records), encoding="utf-8")
+    beside = path.with_name(path.name + ".part")
+    beside.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in records), encoding="utf-8")
+    beside.replace(path)
 
 
 class Store:

@@ -65,15 +65,21 @@ def work_of(case: Case) -> cost.Work:
 
 
 def predictions(case: Case, machine: cost.Machine) -> dict[str, dict[str, float]]:
-    """For FOOF and KFAC the ratio to SGD, the flops of a step and the bytes beside SGD; for SGD its flops."""
+    """For FOOF and KFAC the ratio to SGD and the flops of a step; for SGD its seconds and flops."""
     work = work_of(case)
     found = {BASELINE.name: {"flops": cost.flops(work, "SGD", case.T, case.S), "seconds": cost.sgd_seconds(work, machine)}}
     for method in PREDICTED:
-        found[method] = {
-            "ratio": cost.ratio(work, machine, method, case.T, case.S), "flops": cost.flops(work, method, case.T, case.S),
-            "bytes": cost.memory(work.layers, method, work.sizes),
-        }  # fmt: skip
+        ratio = cost.ratio(work, machine, method, case.T, case.S)
+        found[method] = {"ratio": ratio, "flops": cost.flops(work, method, case.T, case.S)}
     return found
+
+
+def memory(case: Case) -> dict[str, float]:
+    """Bytes beside SGD by the formula, for FOOF and KFAC; nothing for networks with convolutions, which need room for patches as well."""
+    if any(isinstance(module, nn.Conv2d) for module in case.model().modules()):
+        return {}
+    work = work_of(case)
+    return {method: cost.memory(work, method) for method in PREDICTED}
 
 
 def beside(record: dict[str, Any], predicted: dict[str, dict[str, float]], machine: cost.Machine) -> dict[str, Any]:

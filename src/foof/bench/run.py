@@ -10,7 +10,7 @@ import torch
 from foof import cost
 from foof.bench import fisher, loss, memory, roofline, steps
 from foof.bench.cases import CASES, QUICK, Case
-from foof.bench.methods import BASELINE, chosen
+from foof.bench.methods import BASELINE, chosen, entered
 from foof.bench.records import Record, Store
 
 KINDS = ("steps", "memory", "loss", "fisher", "laplace")
@@ -56,7 +56,7 @@ def plan(setup: Setup, what: Iterable[str] = ()) -> list[Unit]:
         "loss": _loss(setup),
         "fisher": [_fisher(width, D) for width, D in (fisher.QUICK if setup.quick else fisher.SIZES)],
         "laplace": [_laplace(*fit) for fit in (fisher.LAPLACE[-1:] if setup.quick else fisher.LAPLACE)],
-        "memory": [_memory(case, setup) for case in cases if case.T > 1],
+        "memory": [_memory(case, setup) for case in cases if case.T > 1][: 1 if setup.quick else None],
     }
     return [_machine(setup), *(unit for kind, units in of_kind.items() if kind in kinds for unit in units)]
 
@@ -75,7 +75,7 @@ def _steps(case: Case, setup: Setup) -> Unit:
     """Measured, beside what the rates measured at the beginning of the run predict."""
 
     def measure(store: Store, say: Say) -> Record:
-        record = steps.unit(case, chosen(setup.methods), say, steps.BUDGET / 4 if setup.quick else steps.BUDGET)
+        record = steps.unit(case, entered(case, setup.methods), say, steps.BUDGET / 2 if setup.quick else steps.BUDGET)
         known = store.get("machine")
         assert known is not None  # the first unit of every plan
         machine = cost.Machine(**known["rates"])
@@ -94,13 +94,11 @@ def _laplace(width: int, D: int, structure: str) -> Unit:
 
 def _memory(case: Case, setup: Setup) -> Unit:
     """All methods on the paper's network, elsewhere ours."""
-    everyone = case.name in QUICK and not setup.quick
-    names = [name for name, method in chosen(setup.methods).items() if everyone or method.ours]
+    everyone = case.name == QUICK[0] and not setup.quick
+    names = [name for name, method in entered(case, setup.methods).items() if everyone or method.ours]
 
     def measure(store: Store, say: Say) -> Record:
-        work = roofline.work_of(case)
-        predicted = {name: cost.memory(work.layers, name, work.sizes) for name in roofline.PREDICTED}
-        return {**memory.unit(case, names, setup.threads), "predicted": predicted}
+        return {**memory.unit(case, names, setup.threads), "predicted": roofline.memory(case)}
 
     return Unit(f"memory/{case.name}", measure)
 

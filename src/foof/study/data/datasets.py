@@ -74,7 +74,7 @@ class Data:
 
     def brightness(self, x: Tensor) -> Tensor:
         """Normalised images as they were, from 0 to 1."""
-        return (x * self.deviation + self.mean).clamp(0, 1)
+        return (x * self.deviation.to(x.device) + self.mean.to(x.device)).clamp(0, 1)
 
     @property
     def classes(self) -> int:
