@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from foof.bench.loss import NO_LR
 from foof.bench.methods import BASELINE, METHODS
 from foof.bench.records import Record
 
@@ -66,7 +67,7 @@ def loss(record: Record) -> Table:
         if m["reached"] is not None:
             when = [f"{m['reached']:.1f}", f"{m['of_sgd']:.2f}", f"{m['steps_to']:,}"]
         last = "diverged" if m["last"] is None else f"{m['last']:.3f} after {m['steps']:,} steps"
-        rows.append([name, *when, "–" if name in ("FOOF, no lr",) else f"{m['lr']:.2g}", last])
+        rows.append([name, *when, "–" if name in NO_LR else f"{m['lr']:.2g}", last])
     rows += [[name, "not run", why, "", "", ""] for name, why in record["failed"].items()]
     return ["method", f"seconds to {record['goal']:.3f}", "of SGD's", "steps", "lr", "loss at the end"], rows
 
