@@ -170,7 +170,7 @@ class Between:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return self.a.label, self.b.label
+        return tuple(dict.fromkeys((self.a.label, self.b.label)))
 
     def text(self) -> str:
         if self.a.label == self.b.label:

@@ -301,14 +301,14 @@ def inside(p: Preset, d: str) -> Runs:
 def finer(p: Preset, d: str) -> Runs:
     """FOOF's search, and the same with λ between those of its grid."""
     found = _foof(p, d)
-    return _refined(p, found if p.centred else replace(found, extend=p.extend), RIDGE if p.centred else (-3, 3))
+    return _refined(found if p.centred else replace(found, extend=0), RIDGE if p.centred else (-3, 3))
 
 
 def finer_kfac(p: Preset, d: str) -> Runs:
-    return {} if p.fine and not p.centred else _refined(p, _kfac(p, d), RIDGE)
+    return {} if p.fine and not p.centred else _refined(_kfac(p, d), RIDGE)
 
 
-def _refined(p: Preset, found: Search, ridge: tuple[int, int]) -> Runs:
+def _refined(found: Search, ridge: tuple[int, int]) -> Runs:
     """A search with λ at 10^(2i), and one with λ at 10^i whose learning rates lie on the same ridge."""
     middle = found.rows[len(found.rows) // 2]
     below, above = (middle.moved(2 * way, by) for way, by in ((-1, ridge[0]), (1, ridge[1])))
