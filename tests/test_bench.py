@@ -83,7 +83,7 @@ def test_the_worst_step_is_the_schedules_not_the_machines():
 def test_a_period_that_takes_too_long_is_a_lower_bound():
     slow = Method("slow", lambda model, case, lr: [Slow(model.parameters(), lr=lr)])
     times, _ = steps.measure(replace(TINY["mlp"], rounds=2), {"slow": slow}, lambda _: None, budget=0.05)
-    assert 3 <= times["slow"].cut < steps.BLOCK
+    assert 2 <= times["slow"].cut < steps.BLOCK
     assert len(times["slow"].rounds) == 1
 
 
