@@ -62,7 +62,7 @@ def in_small_parts(make):
 OPTIMIZERS = {
     "foof": lambda m: foof.FOOF(m, lr=0.1, damping=0.5, momentum=0.9, weight_decay=0.01, T=7, S=3),
     "foof paced": lambda m: foof.FOOF(m, momentum=0.9, weight_decay=0.01, T=7, S=3),
-    "foof paced, spread": lambda m: foof.FOOF(m, T=7, S=3, spread=True),
+    "foof paced, spread": in_small_parts(lambda m: foof.FOOF(m, T=7, S=3, spread=True)),
     "foof bounded": lambda m: foof.FOOF(m, lr=1.0, max_change=0.01, T=7, S=3),
     "foof T=1": lambda m: foof.FOOF(m, lr=0.1, damping=0.5, T=1),
     "adamw": lambda m: foof.precondition(torch.optim.AdamW(m.parameters(), lr=0.01), m, damping=0.5, T=5),

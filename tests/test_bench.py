@@ -83,7 +83,7 @@ def test_the_worst_step_is_the_schedules_not_the_machines():
 def test_a_period_that_takes_too_long_is_a_lower_bound():
     slow = Method("slow", lambda model, case, lr: [Slow(model.parameters(), lr=lr)])
     times, _ = steps.measure(replace(TINY["mlp"], rounds=2), {"slow": slow}, lambda _: None, budget=0.05)
-    assert 3 <= times["slow"].cut < steps.BLOCK
+    assert 2 <= times["slow"].cut < steps.BLOCK
     assert len(times["slow"].rounds) == 1
 
 
@@ -277,7 +277,7 @@ def test_every_line_that_was_asked_for_is_judged():
     race = {BASELINE.name: 60.0, "FOOF": 15.0, "AdamW": 30.0, "SOAP": None}
     found = show.checks([
         timed("mlp-1000", FOOF=1.36, KFAC=1.8, SOAP=1.5, **{"FOOF, spread": 1.4}),
-        {"kind": "loss", "unit": "loss", "methods": {name: {"reached": value} for name, value in race.items()}},
+        {"kind": "loss", "unit": "loss", "setup": {"quick": False}, "methods": {name: {"reached": value} for name, value in race.items()}},
         {"kind": "memory", "unit": "memory/x", "title": "x", "predicted": {"FOOF": 120}, "beside": {"FOOF": 100}},
         {"kind": "fisher", "unit": "fisher/1000-4000", "ours": {"bytes": 2**30}},
     ])  # fmt: skip

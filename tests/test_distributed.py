@@ -4,11 +4,13 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import foof
 from cases import mlp
+from foof import sweep
 from foof.distributed import share_out
 from oracle import relative_error
 from ranks import OPTIMIZERS, ddp, flat, fsdp, make, train
@@ -23,6 +25,12 @@ def train_on_each(rank, cases, wrap, steps):
         found.append(flat(model))
         opt.preconditioner.remove()
     return found
+
+
+@pytest.fixture(autouse=True)
+def panels_as_they_were(monkeypatch):
+    """Optimizers in small parts set the size of parts, for their process."""
+    monkeypatch.setattr(sweep, "PANEL", sweep.PANEL)
 
 
 EXACT = [("mlp", optimizer, torch.float64) for optimizer in OPTIMIZERS]
