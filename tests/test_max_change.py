@@ -171,6 +171,28 @@ def test_groups_have_their_own():
     assert close(changes[:, first:], others[:, first:] * 0.001 / MAX_CHANGE)
 
 
+def test_groups_have_a_momentum_of_their_own():
+    model, whole = network(5, 4, 3), network(5, 4, 3)
+    changes = steps(model, foof.FOOF(model, groups=[{"params": model[2].parameters(), "momentum": 0.9}]), BATCHES[:1])
+    others = steps(whole, foof.FOOF(whole), BATCHES[:1])
+    first = sum(p.numel() for p in model[0].parameters())
+    assert close(changes[:, :first], others[:, :first])
+    assert close(changes[:, first:], others[:, first:] * 0.1)
+
+
+def test_a_layer_without_rows_at_first_is_measured_when_it_has_some():
+    """An expert whose gradient is zero until a row is sent to it moves its outputs by max_change on that very step."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(5, 3, bias=False), nn.Linear(5, 3, bias=False)]).double()
+    opt, (x, y) = foof.FOOF(model), BATCHES[0]
+    for rows in (0, 0, 8):
+        opt.zero_grad()
+        ((model[0](x) * y).sum() + (model[1](x[:rows]) * y[:rows]).sum()).backward()
+        before = model[1](x).detach()
+        opt.step()
+    assert math.isclose(relative(model[1](x), before), MAX_CHANGE, rel_tol=1e-9)
+
+
 @pytest.mark.parametrize("value", [0.001, None])
 def test_a_max_change_that_nothing_would_read(value):
     """Without an lr it is the groups' lr."""

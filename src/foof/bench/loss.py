@@ -2,8 +2,9 @@
 
 The goal is the loss at which SGD with momentum arrives after its epochs, the mean over the last twentieth of its steps. Every method has as
 many seconds as SGD took for that. Losses are means over the same 2,000 training images, taken between slices of half a second, off the
-clock; a loss counts as reached when the mean of three takings is there. Statistics gathered before training are on the clock. Learning rate and λ are the study's where it has any; the learning rates of
-others are chosen by ``search`` on another seed, around those that their documentation names.
+clock; a loss counts as reached when the mean of three takings is there. Statistics gathered before training are on the clock. Learning
+rate and λ are the study's where it has any; the learning rates of others are chosen by ``search`` on another seed, around those that
+their documentation names.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from foof.bench.loss import NO_LR
 from foof.bench.methods import BASELINE, METHODS
 from foof.bench.records import Record
 
@@ -34,16 +35,21 @@ def steps(record: Record) -> Table:
     rows = []
     for name, m in sorted(record["methods"].items(), key=lambda item: item[1]["ratio"]):
         least = "≥ " if m["cut"] else ""
-        spread = "one period cut short" if m["cut"] else f"{m['quartiles'][0]:.2f} to {m['quartiles'][1]:.2f}, n = {m['rounds']}"
+        spread = "cut short" if m["cut"] else f"{m['quartiles'][0]:.2f}–{m['quartiles'][1]:.2f}, n = {m['rounds']}"
         predicted = record.get("predicted", {}).get(name, {}).get("ratio")
         reached = record.get("reached", {}).get(name)
         rows.append([
-            name, f"{least}{m['ratio']:.2f}", spread, f"{least}{m['mean_ms']:.3g}", f"{m['median_ms']:.3g}",
-            "–" if m["cut"] else f"{m['worst_ms']:.3g} ({m['worst_ms'] / m['median_ms']:.1f} ×)",
+            name, f"{least}{m['ratio']:.2f}", spread, least + _digits(m["mean_ms"]), _digits(m["median_ms"]),
+            "–" if m["cut"] else f"{_digits(m['worst_ms'])} ({m['worst_ms'] / m['median_ms']:.1f} ×)",
             f"{predicted:.2f}" if predicted else "", f"{100 * reached:.0f} %" if reached else "",
         ])  # fmt: skip
     rows += [[name, "not run", why, *[""] * 5] for name, why in record["failed"].items()]
-    return ["method", "ratio to SGD", "quartiles", "mean, ms", "median, ms", "worst, ms", "predicted", "of product rate"], rows
+    return ["method", "ratio to SGD", "quartiles", "mean, ms", "median", "worst (of median)", "predicted", "of product rate"], rows
+
+
+def _digits(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def memory(record: Record) -> Table:
@@ -66,7 +72,7 @@ def loss(record: Record) -> Table:
         if m["reached"] is not None:
             when = [f"{m['reached']:.1f}", f"{m['of_sgd']:.2f}", f"{m['steps_to']:,}"]
         last = "diverged" if m["last"] is None else f"{m['last']:.3f} after {m['steps']:,} steps"
-        rows.append([name, *when, "–" if name in ("FOOF, no lr",) else f"{m['lr']:.2g}", last])
+        rows.append([name, *when, "–" if name in NO_LR else f"{m['lr']:.2g}", last])
     rows += [[name, "not run", why, "", "", ""] for name, why in record["failed"].items()]
     return ["method", f"seconds to {record['goal']:.3f}", "of SGD's", "steps", "lr", "loss at the end"], rows
 

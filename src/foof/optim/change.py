@@ -56,7 +56,6 @@ class BoundedSteps(NeuronOptimizer):
         params = [distributed.local(p) for p in params]
         descend_by(params, gradients, buffers, factors, sign * group["lr"], group["momentum"], sign * group["weight_decay"])
 
-
     def _latest_changes(self) -> tuple[dict[str, str], str]:
         return self._bound.latest() if isinstance(self._bound, Changes) else super()._latest_changes()
 
@@ -118,7 +117,7 @@ class Changes:
         fresh = like([1 - group["momentum"] for group in options], rho)
         if options[0].get("paced"):
             factors = paced(rho, self._usual(state))
-            return factors if fresh == 1 else factors * fresh
+            return factors * fresh
         tau = fresh * like([group["max_change"] / max(group["lr"], TINY) for group in options], rho)
         return at_most(tau, rho)
 
@@ -139,8 +138,9 @@ class Changes:
         if not here or len(found) != len(entries) or not all(map(operator.is_, found, entries)):
             vector = torch.stack([torch.full_like(self.norms[0], default) if entry is None else entry.to(self.norms) for entry in found])
             entries = [vector[i] for i in range(len(found))]
-            for block, entry in zip(self.blocks, entries, strict=True):
-                state[block.weight][key] = entry
+            for block, before, entry in zip(self.blocks, found, entries, strict=True):
+                if before is not None or key != "reach":  # one that could not be measured yet is not known
+                    state[block.weight][key] = entry
             self._packed[key] = entries, vector
             if key == "step":
                 self._counts = vector.tolist()
