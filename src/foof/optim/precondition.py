@@ -36,7 +36,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
     ``with optimizer.mask(rows):`` leaves padding out of the statistics, as for ``foof.FOOF``.
 
     The inverse acts on the gradient. What the optimizer remembers (momentum, second moments) is then of neuron gradients, each seen
-    through the inverse of its day; ``foof.Muon`` has the inverse on the momentum, which was better wherever we compared them.
+    through the inverse of its day. ``foof.Muon`` has the inverse on the momentum of raw gradients instead; the docs compare the two.
 
     Args:
         damping: λ, or a function of the number of steps taken, ``lambda t: max(0.05, 0.15 - t / 10_000)``, asked when inverses are made.
