@@ -55,6 +55,21 @@ def test_descend_is_sgd_with_momentum_and_decoupled_decay():
     assert close(w, by_hand)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("lies", ["alike", "weight transposed", "gradient transposed", "a slice"])
+def test_descend_reads_tensors_by_their_strides(lies, dtype):
+    """One pass over memory is for tensors that lie there alike: whatever their strides, the step is the one written out."""
+    w, g, v = (randn(4, 4, seed=s).to(dtype) for s in range(3))
+    w = w.mT if lies == "weight transposed" else w[:, :3] if lies == "a slice" else w
+    g = g.mT if lies == "gradient transposed" else g[:, :3] if lies == "a slice" else g
+    v = v[:, :3] if lies == "a slice" else v
+    velocity = v * 0.9 + g
+    expected = torch.add(w, velocity, alpha=-0.1)
+    rules.descend([w], [g], [v], lr=0.1, momentum=0.9, weight_decay=0.0)
+    assert v.equal(velocity)  # bit for bit
+    assert w.equal(expected)
+
+
 @pytest.mark.parametrize("power", [-1.0, -0.5])
 @pytest.mark.parametrize("rank", [2, 8])
 def test_relative_inverse(power, rank):

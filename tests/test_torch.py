@@ -171,6 +171,15 @@ def test_lists_of_tensors_at_once():
     assert torch.equal(torch.stack(norms), torch.tensor([8.0, 27.0]).sqrt()), "torch._foreach_norm has changed"
 
 
+def test_one_pass_over_memory_is_sgd_with_momentum():
+    w, g, v = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0]), torch.tensor([4.0, 8.0])
+    _torch.fused_sgd_([w], [g], [v], weight_decay=0.0, momentum=0.5, lr=2.0, dampening=0.75, nesterov=False, maximize=False,
+                      is_first_step=False)  # fmt: skip
+    assert v.tolist() == [2.75, 3.75], "torch._fused_sgd_ has another momentum"
+    assert w.tolist() == [-4.5, -5.5], "torch._fused_sgd_ takes another step"
+
+
+
 def test_operations_are_seen():
     class Names(_torch.DispatchMode):
         def __init__(self):

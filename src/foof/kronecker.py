@@ -46,7 +46,7 @@ class InputInverse:
 
     def apply(self, X: Tensor) -> Tensor:
         """``X (Σ + λI)⁻¹`` for X ``(..., r, m)``."""
-        X = X.to(self.tensor.dtype)
+        X = linalg.cast(X, self.tensor.dtype)
         if self.held == "diagonal":
             return X * self.tensor
         if X.dim() < self.tensor.dim():  # one matrix, in blocks of its inputs
@@ -58,9 +58,9 @@ class InputInverse:
 
         plain: who computes ``Eᵀ A``, if it is needed; without, the layer.
         """
-        e = e.to(wide(e.dtype))
+        e = linalg.cast(e, wide(e.dtype))
         if not layer.diagonal:
-            x = x.to(e.dtype)
+            x = linalg.cast(x, e.dtype)
             if layer.rows(e) < layer.n:
                 return layer.error_matrix(e).mT @ self.apply(layer.input_matrix(x))
         return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
@@ -133,11 +133,11 @@ class TwoSided(ABC):
 
     def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
         """The update ``(..., n, m)`` from a layer's input and the gradient of its output, by the cheapest way; plain as above."""
-        e = e.to(wide(e.dtype))
+        e = linalg.cast(e, wide(e.dtype))
         rows = layer.rows(e)
         errors_first, inputs_first = rows < layer.m, rows < layer.n and not layer.diagonal
         if not layer.diagonal:
-            x = x.to(e.dtype)
+            x = linalg.cast(x, e.dtype)
         if not (errors_first or inputs_first):
             return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
         E = layer.error_matrix(e)
@@ -220,10 +220,10 @@ class EigenInverse(TwoSided):
         return self.s_E.unsqueeze(-1) * self.s_A.unsqueeze(-2) + self.damping
 
     def right(self, X: Tensor) -> Tensor:
-        return X if self.U_A is None else X.to(self.U_A.dtype) @ self.U_A
+        return X if self.U_A is None else linalg.cast(X, self.U_A.dtype) @ self.U_A
 
     def left(self, X: Tensor) -> Tensor:
-        return X.to(self.U_E.dtype) @ self.U_E
+        return linalg.cast(X, self.U_E.dtype) @ self.U_E
 
     def back(self, G: Tensor) -> Tensor:
         """``U_E G U_Aᵀ``: out of the eigenbases."""

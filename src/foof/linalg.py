@@ -13,6 +13,11 @@ from torch import Tensor
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported, but not typed so
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, without the call where x has this precision already: in a backward pass it is asked for every layer."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def add_damping(S: Tensor, damping: float | Tensor) -> Tensor:
     """``S + λI`` as a new tensor. S ``(..., m, m)``; λ a number, or one per batch entry ``(...)``."""
     damped = S.clone()

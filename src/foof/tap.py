@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from foof import _torch
 from foof._torch import Destination, destination
 from foof.layers import Layer
+from foof.linalg import cast
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -40,10 +41,10 @@ class Visit:
 
     def plain_gradient(self, dtype: torch.dtype) -> Tensor:
         """``Eᵀ A`` in this precision. In the precision of e, a gradient of x that is wanted comes along."""
-        layer, x, e = self.layer, self.x if self.layer.diagonal else self.x.to(dtype), self.e.to(dtype)
+        layer, x, e = self.layer, self.x if self.layer.diagonal else cast(self.x, dtype), cast(self.e, dtype)
         if self.weight is None or dtype != self.e.dtype:
             return layer.weight_gradient(x, e)
-        self.grad_x, gradient = layer.gradients(x, e, self.weight.to(dtype))
+        self.grad_x, gradient = layer.gradients(x, e, cast(self.weight, dtype))
         return gradient
 
 
@@ -137,15 +138,15 @@ class _Junction(torch.autograd.Function):
                 if matrix is None and _torch.has_hooks(weight):  # which expect a gradient
                     grad_weight = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
                 if matrix is not None:
-                    grad_weight, grad_bias = layer.split(matrix.to(weight.dtype))
+                    grad_weight, grad_bias = layer.split(cast(matrix, weight.dtype))
                     if grad_bias is not None:
-                        grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
+                        grad_bias = cast(grad_bias, ctx.bias_dtype) if needs_bias else None
             if not layer.has_bias and to_bias != Destination.NOWHERE:  # somebody else's: its gradient is plain
-                grad_bias = layer.bias_gradient(e).to(ctx.bias_dtype)
+                grad_bias = cast(layer.bias_gradient(e), ctx.bias_dtype)
             if needs_x:
                 if grad_x is None:
-                    grad_x = layer.input_gradient(x.to(e.dtype), e, weight.to(e.dtype))
-                grad_x = grad_x.to(x.dtype)
+                    grad_x = layer.input_gradient(cast(x, e.dtype), e, cast(weight, e.dtype))
+                grad_x = cast(grad_x, x.dtype)
         return None, grad_x, grad_weight, grad_bias, None, None
 
 

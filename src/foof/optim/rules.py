@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from foof._torch import foreach_add_, foreach_addcmul_, foreach_mul_
+from foof._torch import foreach_add_, foreach_addcmul_, foreach_mul_, fused_sgd_
 from foof.linalg import damped_inverse, eigh
+from foof.statistics import wide
 
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # K. Jordan's: the steepest slope at zero that keeps singular values near one
 MUON_SCALES = ("original", "match_rms_adamw")
@@ -23,13 +24,31 @@ NEURONS = 128  # on whose outputs the reach of an update is measured
 
 def descend(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
     """``v ← μ v + g;  w ← (1 - lr·decay) w - lr·v``, in place; without momentum v = g."""
+    if weight_decay:
+        foreach_mul_(params, 1 - lr * weight_decay)
+    if momentum and _lie_alike(params, gradients, buffers):
+        _in_one_pass(params, gradients, buffers, lr, momentum)
+        return
     if momentum:
         foreach_mul_(buffers, momentum)
         foreach_add_(buffers, gradients)
         gradients = buffers
-    if weight_decay:
-        foreach_mul_(params, 1 - lr * weight_decay)
     foreach_add_(params, gradients, alpha=-lr)
+
+
+def _lie_alike(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]) -> bool:
+    """Can one pass over memory take the step? On a CPU it saves a third of the time, and rounds the same."""
+    return all(
+        type(g) is Tensor and p.is_cpu and p.dtype == g.dtype == v.dtype == wide(p.dtype)
+        and p.is_contiguous() and g.is_contiguous() and v.is_contiguous()
+        for p, g, v in zip(params, gradients, buffers, strict=True)
+    )  # fmt: skip
+
+
+def _in_one_pass(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], lr: float, momentum: float, f: float = 1.0) -> None:
+    """``v ← μ v + f g;  w ← w - lr·v``."""
+    fused_sgd_(params, gradients, buffers, weight_decay=0.0, momentum=momentum, lr=lr, dampening=1 - f, nesterov=False, maximize=False,
+               is_first_step=False)  # fmt: skip
 
 
 # --- Neurons ---------------------------------------------------------------------------------------------------------------------
@@ -226,7 +245,10 @@ def descend_by(params: list[Tensor], gradients: list[Tensor], buffers: list[Tens
     """`descend` with each gradient multiplied by a factor of its own, a tensor of one number: ``v ← μ v + f g``."""
     if weight_decay:
         foreach_mul_(params, 1 - lr * weight_decay)
-    if momentum:
+    if momentum and _lie_alike(params, gradients, buffers):
+        for p, g, v, factor in zip(params, gradients, buffers, factors, strict=True):
+            _in_one_pass([p], [g], [v], lr, momentum, factor.item())
+    elif momentum:
         foreach_mul_(buffers, momentum)
         foreach_addcmul_(buffers, gradients, factors)
         foreach_add_(params, buffers, alpha=-lr)
