@@ -54,14 +54,16 @@ class InputInverse:
         return linalg.solve_right(X, self.tensor) if self.held == "cholesky" else X @ self.tensor
 
     def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
-        """``Eᵀ (A P)`` costs 2·rows·m², ``(Eᵀ A) P`` costs 2·n·m²: the neuron gradient ``(..., n, m)`` by the cheaper one.
+        """``Eᵀ (A P)`` costs 2·rows·m², ``(Eᵀ A) P`` costs 2·n·m²: the neuron gradient ``(..., n, m)`` by the cheaper one, the cost of
+        cutting out rows included.
 
         plain: who computes ``Eᵀ A``, if it is needed; without, the layer.
         """
         e = linalg.cast(e, wide(e.dtype))
         if not layer.diagonal:
             x = linalg.cast(x, e.dtype)
-            if layer.rows(e) < layer.n:
+            rows = layer.rows(e)
+            if layer.m * (layer.n - rows) > layer.cutting * rows:
                 return layer.error_matrix(e).mT @ self.apply(layer.input_matrix(x))
         return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
 
@@ -110,7 +112,8 @@ def _mean_eigenvalue(S: Tensor) -> Tensor:
 class TwoSided(ABC):
     """A preconditioner with a factor on either side of the gradient: ``finish(left · Eᵀ A · right)``, X ↦ X·right acting on rows.
 
-    ``A·right`` costs 2·rows·m² on the rows and 2·n·m² on the gradient, ``E·left`` 2·rows·n² and 2·m·n²: each side has its choice.
+    ``A·right`` costs 2·rows·m² on the rows and 2·n·m² on the gradient, ``E·left`` 2·rows·n² and 2·m·n²: each side has its choice, unless
+    that saves less than it costs to have rows at all.
     """
 
     linear = True  # does the update of a sum of gradients equal the sum of the updates?
@@ -136,9 +139,10 @@ class TwoSided(ABC):
         e = linalg.cast(e, wide(e.dtype))
         rows = layer.rows(e)
         errors_first, inputs_first = rows < layer.m, rows < layer.n and not layer.diagonal
+        saved = errors_first * layer.n**2 * (layer.m - rows) + inputs_first * layer.m**2 * (layer.n - rows)
         if not layer.diagonal:
             x = linalg.cast(x, e.dtype)
-        if not (errors_first or inputs_first):
+        if saved <= layer.cutting * rows * layer.m:
             return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
         E = layer.error_matrix(e)
         if errors_first:

@@ -31,6 +31,7 @@ class Layer(ABC):
     n: int
     m: int
     groups: int = 1
+    cutting = 0  # what it costs to have the inputs as rows, in multiplications for each number
     functional = False  # does its module compute with the weight past any hook, so that inputs and gradients are seen but no errors?
 
     def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
@@ -236,6 +237,8 @@ class Conv(Layer):
 
     Patches are only cut out where they are needed (second moments, few rows); plain gradients use the convolution's own kernels.
     """
+
+    cutting = 100  # copies of patches, as measured on a CPU
 
     def __init__(self, name: str, module: nn.Module, with_bias: bool = True) -> None:
         super().__init__(name, module, with_bias)
