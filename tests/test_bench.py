@@ -122,10 +122,12 @@ def test_convolutions_count_their_locations_and_the_model_stays_as_it_is():
 def test_a_ratio_falls_to_its_flops_as_a_network_grows():
     """At a large width only products count: FOOF adds 2·B·m² to 6·B·m², a third."""
     layers = (cost.LayerWork(10**5, 10**5, 1, 100, 1),)
-    work = cost.Work(layers, 2 * 100 * 1e10, 0.0, 1, ())
-    assert cost.ratio(work, MACHINE, "FOOF", T=10**9, S=1) == pytest.approx(4 / 3, abs=1e-3)
-    assert cost.ratio(work, MACHINE, "KFAC", T=10**9, S=1) == pytest.approx(5 / 3, abs=1e-3)
-    assert cost.ratio(work, MACHINE, "FOOF", T=1, S=1) > 2
+    work, machine = cost.Work(layers, 2 * 100 * 1e10, 0.0, 1, ()), replace(MACHINE, own_products=MACHINE.products)
+    assert cost.ratio(work, machine, "FOOF", T=10**9, S=1) == pytest.approx(4 / 3, abs=1e-3)
+    assert cost.ratio(work, machine, "KFAC", T=10**9, S=1) == pytest.approx(5 / 3, abs=1e-3)
+    assert cost.ratio(work, machine, "FOOF", T=1, S=1) > 2
+    faster = replace(machine, own_products=2 * machine.products)  # with the inverse, and of errors passed on: two products at half the time
+    assert cost.ratio(work, faster, "FOOF", T=10**9, S=1) == pytest.approx(1, abs=1e-3)
 
 
 def test_explain_says_what_is_predicted():
@@ -151,16 +153,16 @@ def test_memory_beside_sgd_is_that_of_the_formula():
     record = memory.unit(CASES["mlp-1000"], ["FOOF"], 1)
     work = roofline.work_of(CASES["mlp-1000"])
     squares = [784**2, 1000**2, 1000**2, 1000**2]
-    weights = 784 * 1000 + 2 * 1000**2 + 10 * 1000
-    assert cost.memory(work, "FOOF", memory.T) == 4 * (2 * sum(squares) + 2 * 1000**2 - weights)  # Cholesky factors: T is short
-    assert cost.memory(work, "FOOF") == 4 * (2 * sum(squares) + 3 * 1000**2 - weights)
+    weights, errors = 784 * 1000 + 2 * 1000**2 + 10 * 1000, 2 * 100 * 1000
+    assert cost.memory(work, "FOOF", memory.T) == 4 * (2 * sum(squares) + 2 * 1000**2 - weights - errors)  # Cholesky factors: T is short
+    assert cost.memory(work, "FOOF") == 4 * (2 * sum(squares) + 3 * 1000**2 - weights - errors)
     assert record["beside"]["FOOF"] == pytest.approx(cost.memory(work, "FOOF", memory.T), rel=0.1)
 
 
 def test_where_activations_are_many_inverting_is_not_what_needs_most():
-    """Then FOOF keeps moments and inverses where SGD keeps momentum: 2Q - W."""
+    """Then FOOF keeps moments and inverses where SGD keeps momentum, and a gradient before and after: 2Q - W + 2G."""
     work = cost.Work((cost.LayerWork(20, 30, 1, 1000, 1),), 0.0, 0.0, 1, (600,), kept=1e9)
-    assert cost.memory(work, "FOOF") == 4 * (2 * 900 - 600)
+    assert cost.memory(work, "FOOF") == 4 * (2 * 900 - 600 + 2 * 600)
     assert cost.memory(work, "KFAC") == 4 * (2 * (900 + 400) + (900 + 400) - 600 + 2 * 600)  # of many rows their products are kept
     assert roofline.memory(TINY["resnet"], 100) == {}
 

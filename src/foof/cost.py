@@ -7,14 +7,14 @@ The flops are what a step must do; a ``Machine`` turns them into seconds. Ratios
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foof._torch import DispatchMode
-from foof.layers import Layer
+from foof.layers import Layer, Linear
 from foof.passes import call_model
 from foof.tap import inputs_seen
 
@@ -26,7 +26,8 @@ LARGE = 2**25  # bytes beyond which the C library gives memory back when it is f
 class Machine:
     """What one thread of a processor with wide vectors does; `foof bench` measures another's."""
 
-    products: float = 88e9  # flops per second in products of matrices
+    products: float = 84e9  # flops per second in products of matrices
+    own_products: float = 92e9  # the same of `foof.linalg.times_transposed`: with inverses, and of errors passed on
     memory: float = 38e9  # bytes per second read or written by elementwise operations
     pages: float = 2.1e9  # bytes per second into memory that is had anew
     inverse: float = 65e9  # m³ per second of a damped inverse by Cholesky, beside
@@ -36,7 +37,8 @@ class Machine:
 
     def threads(self, count: int) -> Machine:
         """Of so many threads: they multiply faster, but share the memory and the interpreter."""
-        return Machine(self.products * count, self.memory, self.pages, self.inverse * count, self.inverse_bytes, self.operation, self.tap)
+        faster = {name: count * getattr(self, name) for name in ("products", "own_products", "inverse")}
+        return replace(self, **faster)
 
     def inverted(self, m: int) -> float:
         """Seconds of ``(Σ + λI)⁻¹`` for Σ ``(m, m)``."""
@@ -59,6 +61,7 @@ class LayerWork:
     diagonal: bool = False
     inner: bool = True  # is the gradient of its inputs wanted? Not where they are data
     bias: bool = False  # then its rows are copies of its inputs, with ones
+    linear: bool = True  # is it no convolution?
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
         if calls := seen.get(id(layer)):
             rows = sum(x.numel() if layer.diagonal else _rows(layer, x) for x in calls)
             inner = not all(x.untyped_storage().data_ptr() in data for x in calls)
-            found.append(LayerWork(layer.n, layer.m, layer.groups, rows, len(calls), layer.diagonal, inner, layer.has_bias))
+            found.append(LayerWork(layer.n, layer.m, layer.groups, rows, len(calls), layer.diagonal, inner, layer.has_bias,
+                                   isinstance(layer, Linear)))  # fmt: skip
     sizes = tuple(p.numel() for p in model.parameters() if p.requires_grad)
     return Work(tuple(found), counted.flops, counted.traffic, counted.operations, sizes, counted.kept)
 
@@ -186,9 +190,11 @@ def extra_seconds(work: Work, machine: Machine, method: str, T: int, S: int) -> 
         total += w.calls * machine.tap * (1 if method == "FOOF" else 1.3)
         for rows, m in _sides(w, method):
             inverts = T * rows < m / 3  # then a Cholesky factor does, and its two triangular solves are half as fast
-            applied = (4 if inverts else 2) * rows * m**2 / machine.products
+            applied = 4 * rows * m**2 / machine.products if inverts else 2 * rows * m**2 / machine.own_products
             gathered = 1.5 * w.rows * m**2 / machine.products + 3 * FLOAT * m**2 / machine.memory
             total += w.groups * (applied + S / T * gathered + (machine.factorised(m) if inverts else machine.inverted(m)) / T)
+        if w.linear and w.inner:
+            total += w.groups * 2 * w.rows * w.n * w.m * (1 / machine.own_products - 1 / machine.products)
         if method == "KFAC" and w.inner:
             total += w.groups * S / T * 2 * w.rows * w.n * w.m / machine.products
     return total
@@ -205,22 +211,23 @@ def ratio(work: Work, machine: Machine, method: str = "FOOF", T: int = 100, S: i
 def memory(work: Work, method: str, T: int = 100) -> float:
     """Bytes at most beside SGD with momentum, for FOOF or KFAC without, on networks of linear layers.
 
-    SGD needs ``2W + max(K, W)``: weights W, momentum, and gradients or what a forward pass keeps, K. With Q all second moments, FOOF and
-    KFAC need ``W + 2Q`` for weights, moments and inverses, and the largest of
+    SGD needs ``2W + max(K, W + E)``: weights W, momentum, and what a forward pass keeps, K, or gradients and two layers' errors E on their
+    way. With Q all second moments, FOOF and KFAC need ``W + 2Q`` for weights, moments and inverses, and the largest of
 
-        W + room     when they invert: gradients, and room to make one of the inverses anew
-        K + F        when a backward pass begins; F: rows that KFAC has kept of a pass of the Fisher's, and two gradients of the last layer
-        W + R + G    when it ends; R: rows for the statistics, G: another gradient of the first layer
+        W + room         when they invert: gradients, and room to make one of the inverses anew
+        K + F + 2G       when a backward pass begins; F: rows that KFAC has kept of a pass of the Fisher's, G: the largest layer's gradient
+        W + R + G + E    when it ends; R: rows for the statistics
 
     Of many rows the product is kept, and inputs without a bias are their own rows, which are in K.
     """
-    weights, passing = FLOAT * sum(work.sizes), max(work.kept, FLOAT * sum(work.sizes))
+    weights, errors = FLOAT * sum(work.sizes), max((2 * FLOAT * w.groups * w.rows * max(w.n, w.m) for w in work.layers), default=0)
     squares = sum(FLOAT * w.groups * m**2 for w in work.layers for _, m in _sides(w, method))
     gradients = [FLOAT * w.groups * min(w.rows, w.n) * w.m for w in work.layers if not w.diagonal] or [0]
     inverts = weights + max((_room(w, method, T) for w in work.layers), default=0)
-    begins = work.kept + (sum(_rows_kept(w, method, beside_activations=True) for w in work.layers) + 2 * gradients[-1]) * (method == "KFAC")
-    ends = weights + sum(_rows_kept(w, method) for w in work.layers) + gradients[0]
-    return 2 * squares + max(inverts, begins, ends) - weights - passing
+    fisher = sum(_rows_kept(w, method, beside_activations=True) for w in work.layers) if method == "KFAC" else 0
+    begins = work.kept + fisher + 2 * max(gradients)
+    ends = weights + sum(_rows_kept(w, method) for w in work.layers) + max(gradients) + errors
+    return 2 * squares + max(inverts, begins, ends) - weights - max(work.kept, weights + errors)
 
 
 def _room(w: LayerWork, method: str, T: int) -> float:
