@@ -1,7 +1,9 @@
 """KFAC as an optimizer: when the Fisher is estimated, from what, the ablations, the measures, bad input."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import foof
 from cases import batch, cnn, flat, net, step, train
 from foof.study.train import ablations, updates
+from foof.tap import _taps_behind
 from oracle import relative_error
 
 
@@ -356,3 +359,22 @@ def test_a_checkpoint_of_another_damping_is_refused():
     opts = [foof.KFAC(net(), damping_mode=mode) for mode in ("heuristic", "standard")]
     with pytest.raises(ValueError, match="this checkpoint is of method"):
         opts[0].load_state_dict(opts[1].state_dict())
+
+
+def test_rows_of_a_batch_go_with_its_step():
+    """Not when the garbage collector comes by: until then two batches' rows would be in memory."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    opt = foof.KFAC(model, lr=0.1, damping=1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        out = model(torch.randn(4, 6))
+        opt.update_curvature(out)
+        held = [weakref.ref(note) for node in _taps_behind(out) for note in node.notes]
+        nn.functional.cross_entropy(out, torch.tensor([0, 1, 2, 0])).backward()
+        del out
+        opt.step()
+        assert len(held) == 2
+        assert not any(note() for note in held)
+    finally:
+        gc.enable()

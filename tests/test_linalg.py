@@ -71,3 +71,21 @@ def test_error_names_the_layer_and_a_damping_that_works():
     linalg.damped_cholesky(S, 1e1, "blocks.3.fc")
     with pytest.raises(torch.linalg.LinAlgError, match="holds NaN"):
         linalg.damped_cholesky(torch.full((2, 2), float("nan")), 1.0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_product_is_the_product(dtype, transposed):
+    X, Y = torch.randn(40, 700, dtype=dtype), torch.randn(700, 700, dtype=dtype)
+    Y = Y.mT if transposed else Y
+    assert len(X) * Y.numel() >= linalg.LARGE
+    with torch.no_grad():
+        found = linalg.times_transposed(X, Y)
+    expected = X.double() @ Y.double().mT
+    assert (found - expected).norm() / expected.norm() < 10 * torch.finfo(dtype).eps
+
+
+def test_a_product_with_derivatives_has_them():
+    X, Y = torch.randn(40, 700, requires_grad=True), torch.randn(700, 700)
+    linalg.times_transposed(X, Y).sum().backward()
+    assert torch.allclose(X.grad, Y.sum(0).expand_as(X), atol=1e-3)

@@ -202,3 +202,11 @@ def test_kinds_of_layers_with_passes_of_their_own():
 
 def test_dynamo_breaks_its_graph_at_a_disabled_function():
     assert _torch.disable_dynamo(lambda: 3)() == 3
+
+
+def test_onednn_multiplies_by_the_transposed():
+    if _torch.onednn_linear is None:
+        pytest.skip("torch was built without oneDNN")
+    x, w = torch.randn(5, 3), torch.randn(4, 3)
+    assert torch.allclose(_torch.onednn_linear(x, w, None, "none", [], ""), x @ w.mT), "torch.ops.mkldnn._linear_pointwise has changed"
+    assert torch.allclose(_torch.onednn_linear(x, w.mT.contiguous().mT, None, "none", [], ""), x @ w.mT)

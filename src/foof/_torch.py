@@ -19,6 +19,7 @@ disable_dynamo = _disable_dynamo  # one clean break of a compiled graph; the pub
 foreach_mul_, foreach_add_ = torch._foreach_mul_, torch._foreach_add_  # one call for a list of tensors, in place
 foreach_addcmul_, foreach_norm = torch._foreach_addcmul_, torch._foreach_norm
 fused_sgd_ = torch._fused_sgd_  # momentum and step in one pass over memory; reads tensors as they lie there, whatever their strides
+onednn_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # x Wᵀ (+ bias, ...); None where torch was built without oneDNN
 DispatchMode = TorchDispatchMode  # sees every operation within a context
 CONV_FORWARD = "_conv_forward"  # what a convolution's ``forward`` calls to compute its output
 Dropout, BatchNorm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm  # of any number of dimensions

@@ -58,6 +58,7 @@ class LayerWork:
     calls: int
     diagonal: bool = False
     inner: bool = True  # is the gradient of its inputs wanted? Not where they are data
+    bias: bool = False  # then its rows are copies of its inputs, with ones
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
         if calls := seen.get(id(layer)):
             rows = sum(x.numel() if layer.diagonal else _rows(layer, x) for x in calls)
             inner = not all(x.untyped_storage().data_ptr() in data for x in calls)
-            found.append(LayerWork(layer.n, layer.m, layer.groups, rows, len(calls), layer.diagonal, inner))
+            found.append(LayerWork(layer.n, layer.m, layer.groups, rows, len(calls), layer.diagonal, inner, layer.has_bias))
     sizes = tuple(p.numel() for p in model.parameters() if p.requires_grad)
     return Work(tuple(found), counted.flops, counted.traffic, counted.operations, sizes, counted.kept)
 
@@ -201,18 +202,37 @@ def ratio(work: Work, machine: Machine, method: str = "FOOF", T: int = 100, S: i
 # --- memory ---------------------------------------------------------------------------------------------------------------
 
 
-def memory(work: Work, method: str) -> float:
+def memory(work: Work, method: str, T: int = 100) -> float:
     """Bytes at most beside SGD with momentum, for FOOF or KFAC without, on networks of linear layers.
 
-    With W the weights, Q all second moments, q the largest, and K what a forward pass keeps, SGD needs ``2W + max(K, W)``: weights,
-    momentum, and activations or gradients. FOOF needs ``2W + 3Q + q`` when it inverts (weights, gradients, moments, old and new inverses,
-    room for one inversion), or ``W + 2Q + max(K, W)`` in a backward pass. KFAC has second moments of errors, too, and keeps the Fisher's
-    rows of inputs and errors: where there are fewer rows than entries, else their product.
+    SGD needs ``2W + max(K, W)``: weights W, momentum, and gradients or what a forward pass keeps, K. With Q all second moments, FOOF and
+    KFAC need ``W + 2Q`` for weights, moments and inverses, and the largest of
+
+        W + room     when they invert: gradients, and room to make one of the inverses anew
+        K + F        when a backward pass begins; F: rows that KFAC has kept of a pass of the Fisher's, and two gradients of the last layer
+        W + R + G    when it ends; R: rows for the statistics, G: another gradient of the first layer
+
+    Of many rows the product is kept, and inputs without a bias are their own rows, which are in K.
     """
-    weights = FLOAT * sum(work.sizes)
-    sizes = [(w, m) for w in work.layers for _, m in _sides(w, method)]
-    squares = [FLOAT * w.groups * m**2 for w, m in sizes] or [0]
-    rows = sum(FLOAT * w.groups * m * min(w.rows, m) for w, m in sizes) if method == "KFAC" else 0
-    passing = max(work.kept, weights)
-    needed = max(2 * weights + 3 * sum(squares) + max(squares), weights + 2 * sum(squares) + passing)
-    return needed + rows - 2 * weights - passing
+    weights, passing = FLOAT * sum(work.sizes), max(work.kept, FLOAT * sum(work.sizes))
+    squares = sum(FLOAT * w.groups * m**2 for w in work.layers for _, m in _sides(w, method))
+    gradients = [FLOAT * w.groups * min(w.rows, w.n) * w.m for w in work.layers if not w.diagonal] or [0]
+    inverts = weights + max((_room(w, method, T) for w in work.layers), default=0)
+    begins = work.kept + (sum(_rows_kept(w, method, beside_activations=True) for w in work.layers) + 2 * gradients[-1]) * (method == "KFAC")
+    ends = weights + sum(_rows_kept(w, method) for w in work.layers) + gradients[0]
+    return 2 * squares + max(inverts, begins, ends) - weights - passing
+
+
+def _room(w: LayerWork, method: str, T: int) -> float:
+    """To make an inverse: two matrices at a time for a Cholesky factor, three for an inverse (`foof.kronecker.InputInverse.make` says
+    which), one side after the other."""
+    room = done = 0.0
+    for rows, m in _sides(w, method):
+        square = FLOAT * w.groups * m**2
+        room, done = max(room, done + (2 if T * rows < m / 3 else 3) * square), done + square
+    return room
+
+
+def _rows_kept(w: LayerWork, method: str, beside_activations: bool = False) -> float:
+    own = beside_activations and w.rows <= w.m and not (w.bias or w.diagonal)
+    return sum(FLOAT * w.groups * m * min(w.rows, m) for _, m in _sides(w, method)[1 if own else 0 :])

@@ -51,7 +51,7 @@ class InputInverse:
             return X * self.tensor
         if X.dim() < self.tensor.dim():  # one matrix, in blocks of its inputs
             return self.apply(in_blocks(X, len(self.tensor))).transpose(0, 1).flatten(1)[:, : X.shape[1]]
-        return linalg.solve_right(X, self.tensor) if self.held == "cholesky" else X @ self.tensor
+        return linalg.solve_right(X, self.tensor) if self.held == "cholesky" else linalg.times_transposed(X, self.tensor)
 
     def gradient(self, layer: Layer, x: Tensor, e: Tensor, plain: Plain | None = None) -> Tensor:
         """``Eᵀ (A P)`` costs 2·rows·m², ``(Eᵀ A) P`` costs 2·n·m²: the neuron gradient ``(..., n, m)`` by the cheaper one, the cost of

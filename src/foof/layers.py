@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foof import _torch
+from foof.linalg import times_transposed
 
 
 class Layer(ABC):
@@ -166,7 +167,7 @@ class Linear(Layer):
         return F.linear(x, weight, bias)
 
     def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
-        return e @ weight
+        return times_transposed(self.error_matrix(e), weight.mT).reshape(x.shape)
 
 
 class TransposedLinear(Linear):
@@ -183,7 +184,7 @@ class TransposedLinear(Linear):
         return F.linear(x, weight.mT, bias)
 
     def input_gradient(self, x: Tensor, e: Tensor, weight: Tensor) -> Tensor:
-        return e @ weight.mT
+        return times_transposed(self.error_matrix(e), weight).reshape(x.shape)
 
     def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().join(weight.mT, bias)

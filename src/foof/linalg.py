@@ -10,12 +10,29 @@ import math
 import torch
 from torch import Tensor
 
+from foof import _torch
+
+LARGE = 2**24  # multiplications, from which on a call of oneDNN costs less than it saves
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # exported, but not typed so
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x.to(dtype)``, without the call where x has this precision already: in a backward pass it is asked for every layer."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def times_transposed(X: Tensor, Y: Tensor) -> Tensor:
+    """``X Yᵀ`` for X ``(..., r, k)`` and Y ``(..., c, k)``.
+
+    Without derivatives, large and in single precision on a CPU, by oneDNN: 5 to 30 % faster than ``@`` for few rows (measured on an AMD
+    EPYC, where ``@`` is MKL's).
+    """
+    if (
+        _torch.onednn_linear is not None and X.dim() == Y.dim() == 2 and X.dtype == Y.dtype == torch.float32 and X.is_cpu and Y.is_cpu
+        and type(X) is Tensor and len(X) * Y.numel() >= LARGE and not torch.is_grad_enabled()
+    ):  # fmt: skip
+        return _torch.onednn_linear(X, Y, None, "none", [], "")
+    return X @ Y.mT
 
 
 def add_damping(S: Tensor, damping: float | Tensor) -> Tensor:

@@ -14,14 +14,14 @@ from foof.bench.cases import CASES, Case, fully_connected
 from foof.bench.machine import elsewhere, growth
 from foof.bench.methods import BASELINE, METHODS, Training
 
-STEPS = 3  # with T = 2, S = 1: gathered, inverted and used
+T, S, STEPS = 2, 1, 3  # gathered, inverted and used
 
 
 def peak(case: Case, name: str) -> int:
     """Bytes by which memory grows while a network is trained from its making on, its schedule run through once."""
 
     def train(case: Case) -> None:
-        training = Training(BASELINE if name == BASELINE.name else METHODS[name], replace(case, T=2, S=1))
+        training = Training(BASELINE if name == BASELINE.name else METHODS[name], replace(case, T=T, S=S))
         for x, y in case.batches(STEPS):
             training.step(x, y)
         training.close()

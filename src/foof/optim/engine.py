@@ -304,15 +304,16 @@ class Engine:
         ended = ended or {}
         if distributed.group_of(self.process_group) is None:
             blocks = [block for block in blocks if block in ended or block.inverse is None or block.made_of != made_of(block)]
-        old, T = {block: block.inverse for block in blocks}, self.schedule.T
+        T = self.schedule.T
 
         def make(block: Block) -> Any:
             return ended[block].result(self.estimator, T) if block in ended else self.estimator.invert(block, T)
 
-        sharing.invert(blocks, self.process_group, make, owners)
-        for block in blocks:
+        for block, inverse in sharing.inverses(blocks, self.process_group, make, owners):
+            old, block.inverse = block.inverse, inverse
             block.made_of = made_of(ended[block].block if block in ended else block)
-            self.estimator.adopt(block, old[block])
+            self.estimator.adopt(block, old)
+            del old, inverse  # before there is another
 
     def _fold(self, seen: Seen) -> None:
         """Fold what was gathered into the moving averages; a batch with NaN or inf is left out, with a warning."""

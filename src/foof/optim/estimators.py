@@ -366,7 +366,8 @@ class KroneckerFisher(Estimator):
             for error in chain([first], errors) if weights else ():
                 torch.autograd.grad(out, weights, error.to(out.dtype), retain_graph=True, allow_unused=True)
                 passes.first = False
-        return passes.recorded
+        recorded, passes.recorded = passes.recorded, []  # else notes and passes would hold each other, and rows, until collected
+        return recorded
 
     def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
         """What the Fisher's passes have left with this call; the training pass's own errors are not the Fisher's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,15 +38,15 @@ def synchronise(blocks: list[Block], reached: set[Block], process_group: Any, es
     return {block for block, count in zip(blocks, counts[::2], strict=True) if count > 0}
 
 
-def invert(blocks: list[Block], process_group: Any, make: Callable[[Block], Any], owners: list[int] | None = None) -> None:
-    """New inverses for these blocks; in a process group each rank makes its share and all get the same bits.
+def inverses(blocks: list[Block], process_group: Any, make: Callable[[Block], Any],
+             owners: list[int] | None = None) -> Iterator[tuple[Block, Any]]:  # fmt: skip
+    """New inverses of these blocks; in a process group each rank makes its share and all get the same bits.
 
-    owners: which rank makes which; None: shared out by cost.
+    owners: which rank makes which; None: shared out by cost. Alone, each is made when it is asked for: there is room for one at a time.
     """
     group = distributed.group_of(process_group)
     if group is None or not blocks:
-        for block in blocks:
-            block.inverse = make(block)
+        yield from ((block, make(block)) for block in blocks)
         return
     owners, mine = owners or share_out(blocks, group), distributed.rank(group)
     made, failure = dict[int, Any](), None
@@ -59,7 +59,7 @@ def invert(blocks: list[Block], process_group: Any, make: Callable[[Block], Any]
     everyone = distributed.exchange(states, owners, failure, device, group)
     for job, block in enumerate(blocks):
         kind = everyone[job].pop("kind")
-        block.inverse = kind.from_state_dict(moved(everyone[job], device, wide(block.weight.dtype)))
+        yield block, kind.from_state_dict(moved(everyone[job], device, wide(block.weight.dtype)))
 
 
 def share_out(blocks: list[Block], group: Any) -> list[int]:

@@ -85,12 +85,13 @@ def _ratio(measured: Measured) -> str:
 
 
 def answers(outcomes: Sequence[Outcome]) -> list[Answer]:
-    """The answers that these outcomes give; the convolutional half is heard where it has been run."""
+    """The answers that these outcomes give. What lacks runs is named where they are asked for; of the convolutional half, what was run."""
     there = {o.experiment.id: o for o in outcomes}
     found = []
     for question in QUESTIONS:
         asked = [(c, c.measured(there)) for c in question.comparisons]
-        parts = tuple((c.setting, m) for c, m in asked if m.ruling is not Ruling.NOT_RUN or not CATALOGUE[c.experiment].nets)
+        wanted = {c for c in question.comparisons if c.experiment in there and not CATALOGUE[c.experiment].nets}
+        parts = tuple((c.setting, m) for c, m in asked if m.ruling is not Ruling.NOT_RUN or c in wanted)
         ruling = next((m.ruling for _, m in parts if m.ruling is not Ruling.NOT_RUN), Ruling.NOT_RUN)
         found.append(Answer(question.text, ruling, parts))
     return found
