@@ -161,6 +161,42 @@ def test_a_scheduler_decays_the_step():
     assert close(steps(model, opt, [(x, y)]), whole / 2, rtol=1e-6)
 
 
+BOUNDED = {
+    "FOOF": lambda m, **o: foof.FOOF(m, lr=1e3, damping=0.1, max_change=0.02, **o),
+    "KFAC": lambda m, **o: foof.KFAC(m, lr=1e3, damping=0.1, fisher="full", max_change=0.02, **o),
+    "NaturalGradient": lambda m, **o: foof.NaturalGradient(m, lr=1e3, damping=0.1, fisher="full", max_change=0.02, **o),
+}
+
+
+@pytest.mark.parametrize("make", BOUNDED.values(), ids=BOUNDED)
+def test_a_scheduler_decays_a_bounded_step(make):
+    model, whole = (nn.Linear(5, 3, bias=False, dtype=torch.float64) for _ in range(2))
+    whole.load_state_dict(start := copy.deepcopy(model.state_dict()))
+    opt = make(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 0.25 if t else 0.5)
+    curved_steps(whole, make(whole), BATCHES[:1])
+    for share in (0.5, 0.25):
+        model.load_state_dict(start)
+        curved_steps(model, opt, BATCHES[:1])
+        scheduler.step()
+        assert close(model.weight - start["weight"], share * (whole.weight - start["weight"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", BOUNDED.values(), ids=BOUNDED)
+def test_momentum_of_a_warm_up_is_bounded(make):
+    """What a step at a learning rate of 0 leaves in the buffer is bounded as in any other."""
+    model, twin = (nn.Linear(5, 3, bias=False, dtype=torch.float64) for _ in range(2))
+    twin.load_state_dict(start := copy.deepcopy(model.state_dict()))
+    opt = make(model, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: float(t > 0))
+    curved_steps(model, opt, BATCHES[:1])
+    assert torch.equal(model.weight, start["weight"])
+    scheduler.step()
+    curved_steps(model, opt, BATCHES[:1])
+    curved_steps(twin, make(twin, momentum=0.9), BATCHES[:1])
+    assert close(model.weight - start["weight"], 1.9 * (twin.weight - start["weight"]), rtol=1e-6)
+
+
 def test_groups_have_their_own():
     model, x = network(5, 4, 3), BATCHES[0]
     opt = foof.FOOF(model, groups=[{"params": model[2].parameters(), "max_change": 0.001}])

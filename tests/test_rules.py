@@ -70,6 +70,42 @@ def test_descend_reads_tensors_by_their_strides(lies, dtype):
     assert w.equal(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_descend_rounds_the_same_for_any_number_of_entries(dtype):
+    """Bit for bit, whether or not they fill vectors of the processor."""
+    sizes = [*range(70), 4099]
+    w, g, v = ([randn(n, seed=s * 5000 + n).to(dtype) for n in sizes] for s in range(3))
+    velocities = [torch.add(old * 0.9, new) for old, new in zip(v, g, strict=True)]
+    expected = [torch.add(each, velocity, alpha=-0.3) for each, velocity in zip(w, velocities, strict=True)]
+    rules.descend(w, g, v, lr=0.3, momentum=0.9, weight_decay=0.0)
+    assert all(map(torch.equal, v, velocities))
+    assert all(map(torch.equal, w, expected))
+
+
+@pytest.mark.parametrize("n", [16, 17])
+@pytest.mark.parametrize("factors", [[], [torch.tensor(0.5)]])
+def test_autograd_notices_a_step(factors, n):
+    w, g, v = randn(n).requires_grad_(), randn(n, seed=1), randn(n, seed=2)
+    loss, version = w.square().sum(), v._version
+    with torch.no_grad():
+        if factors:
+            rules.descend_by([w], [g], [v], factors, lr=0.1, momentum=0.9, weight_decay=0.0)
+        else:
+            rules.descend([w], [g], [v], lr=0.1, momentum=0.9, weight_decay=0.0)
+    assert v._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("factor", [1e-30, 1e-18, 1e-10, 1e-3, 0.7, 1.0, 1e8, 1e30])
+def test_descend_by_factors_of_any_size(factor, dtype):
+    w, g, v, f = torch.zeros(16, dtype=dtype), randn(16).to(dtype), torch.zeros(16, dtype=dtype), torch.tensor(factor, dtype=dtype)
+    rules.descend_by([w], [g], [v], [f], lr=0.5, momentum=0.9, weight_decay=0.0)
+    assert torch.allclose(v, f * g, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0.0)
+    assert torch.equal(w, -0.5 * v)
+
+
 @pytest.mark.parametrize("power", [-1.0, -0.5])
 @pytest.mark.parametrize("rank", [2, 8])
 def test_relative_inverse(power, rank):

@@ -179,7 +179,6 @@ def test_one_pass_over_memory_is_sgd_with_momentum():
     assert w.tolist() == [-4.5, -5.5], "torch._fused_sgd_ takes another step"
 
 
-
 def test_operations_are_seen():
     class Names(_torch.DispatchMode):
         def __init__(self):

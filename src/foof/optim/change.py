@@ -118,7 +118,7 @@ class Changes:
         if options[0].get("paced"):
             factors = paced(rho, self._usual(state))
             return factors * fresh
-        tau = fresh * like([group["max_change"] / max(group["lr"], TINY) for group in options], rho)
+        tau = fresh * like([group["max_change"] / whole_lr(group) for group in options], rho)
         return at_most(tau, rho)
 
     def _usual(self, state: State) -> Tensor:
@@ -156,7 +156,7 @@ class Changes:
         for block, rho, factor in zip(self.blocks, self.rho.tolist(), self._latest.tolist(), strict=True):
             group = block.options
             free, moved = (group["lr"] * x * rho / (1 - group["momentum"]) for x in (1.0, factor))
-            bound = group["lr"] if group.get("paced") else group["max_change"]
+            bound = group["lr"] if group.get("paced") else group["max_change"] * group["lr"] / whole_lr(group)
             over.append((moved if group.get("paced") else free) / max(bound, TINY))
             said[names[id(block.weight)]] = f"{moved:.2%}" + (f", bounded: {free:.2%}" if free > bound and not group.get("paced") else "")
         total, options = len(over), self.blocks[0].options
@@ -184,6 +184,14 @@ class Changes:
                 f"not, either. If the loss was finite, go back to a checkpoint and try {remedy}; if it was not, look for what made it so.",
                 once="infinity",
             )
+
+
+def whole_lr(group: Mapping[str, Any]) -> float:
+    """The learning rate at which ``max_change`` bounds a step: the initial one of a scheduler, if that has lowered it.
+
+    So a decayed step is smaller also where it is bounded, and momentum that has been gathered in a warm-up is not too large after it.
+    """
+    return max(group["lr"], group.get("initial_lr", 0.0), TINY)
 
 
 def norms_of(blocks: Sequence[Block]) -> Tensor:

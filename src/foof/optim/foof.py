@@ -28,7 +28,7 @@ class FOOF(BoundedSteps):
 
         W ← W - τ · U / max(ρ, ρ̄/2)           ρ̄² the moving average of ρ²
 
-    That is the same for any scale of the loss and of the inputs, any batch size, and any number of tokens.
+    That is the same for any scale of the loss and of a layer's inputs (a bias is one of them), any batch size, and any number of tokens.
 
     ``FOOF(model, lr=0.3, damping=1.0)`` is the paper's form: ``Σ`` is the normalised moving average of ``1/N Σ_i Σ_r a_ir a_irᵀ``, mean
     over datapoints, sum over rows. In this scale the paper's fully connected setting (lr 30, λ 100 at batch 100) is (0.3, 1).
@@ -40,8 +40,9 @@ class FOOF(BoundedSteps):
         damping: λ > 0; or ``"auto"``: the precision of the weight initialisation (Appendix K); None: 0.1 of the mean eigenvalue of Σ.
         relative: λ is ``damping`` times the mean eigenvalue of Σ, layer by layer: for inputs of very different scales.
         max_change: τ, by how much of their size a step may move a layer's outputs. None: 0.03, or with an lr without any bound, as in the
-            paper. Given together with an lr it bounds the step, ``ΔW ← ΔW · min(1, τ/ρ)``. With it, embeddings, and in models that have
-            some the output layer, are left to the fallback optimizer: their inputs or outputs are a vocabulary.
+            paper. Given together with an lr it bounds the step, ``ΔW ← ΔW · min(1, τ/ρ)``, at the initial lr of a scheduler, which then
+            scales what is bounded. With it, embeddings, and in models that have some the output layer, are left to the fallback
+            optimizer: their inputs or outputs are a vocabulary.
         momentum, weight_decay: of the neuron gradient; the decay is decoupled. The bound holds for the sum that momentum makes.
         ema: decay m of the moving averages; 0 uses the latest batch only.
         T, S: Σ is inverted every T steps and fed on the S steps before (default ``min(T, 10)``); at S = T on every step.

@@ -17,7 +17,7 @@ from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, make_generator, restore
 from foof.optim.adaptive import Adaptive, QuadraticModelSteps, check_adaptive
 from foof.optim.block import Block, Damping
-from foof.optim.change import State
+from foof.optim.change import State, whole_lr
 from foof.optim.checks import Fallback
 from foof.optim.engine import Engine
 from foof.optim.estimators import Estimator, Host
@@ -210,7 +210,8 @@ class NaturalGradient(QuadraticModelSteps):
         model, lr, momentum, weight_decay, rest, groups, exclude, maximize: as in ``FOOF``.
         damping: λ > 0.
         max_change: τ, how far a step δ may move the model's predictions: ``δ ← δ · min(1, τ/ρ)`` with ``ρ² = δᵀFδ``, which is twice the
-            divergence KL that F predicts (and for squared error the mean square of the change of the outputs). None: no bound.
+            divergence KL that F predicts (and for squared error the mean square of the change of the outputs). At the initial lr of
+            a scheduler, which scales what is bounded. None: no bound.
         fisher: labels drawn from the model, ``samples`` per input (``"mc"``), all of them weighted by their probability
             (``"full"``: one backward pass per class, a Gram matrix of (inputs · classes)²), or the data's (``"empirical"``).
         likelihood: ``"categorical"``, ``"bernoulli"`` or ``"gaussian"``, of the model's outputs; classes last, ``(N, ..., C)``.
@@ -279,7 +280,7 @@ class NaturalGradient(QuadraticModelSteps):
         groups = [group for group in self.param_groups if group.get("max_change") is not None]
         if not groups:
             return {}
-        lr_of, params = {p: group["lr"] for group in self.param_groups for p in group["params"]}, self.preconditioner.params
+        lr_of, params = {p: whole_lr(group) for group in self.param_groups for p in group["params"]}, self.preconditioner.params
         steps = [torch.zeros_like(p) if p.grad is None else lr_of[p] * p.grad for p in params]
         rho = self._fisher_in([torch.stack([step, torch.zeros_like(step)]) for step in steps])[0, 0].clamp_min(0).sqrt()
         return dict.fromkeys(params, at_most(min(group["max_change"] * (1 - group["momentum"]) for group in groups), rho))
