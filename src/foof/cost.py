@@ -28,6 +28,7 @@ class Machine:
 
     products: float = 84e9  # flops per second in products of matrices
     own_products: float = 92e9  # the same of `foof.linalg.times_transposed`: with inverses, and of errors passed on
+    solves: float = 50e9  # flops per second of the two triangular solves with a Cholesky factor
     memory: float = 38e9  # bytes per second read or written by elementwise operations
     pages: float = 2.1e9  # bytes per second into memory that is had anew
     inverse: float = 65e9  # m³ per second of a damped inverse by Cholesky, beside
@@ -37,7 +38,7 @@ class Machine:
 
     def threads(self, count: int) -> Machine:
         """Of so many threads: they multiply faster, but share the memory and the interpreter."""
-        faster = {name: count * getattr(self, name) for name in ("products", "own_products", "inverse")}
+        faster = {name: count * getattr(self, name) for name in ("products", "own_products", "solves", "inverse")}
         return replace(self, **faster)
 
     def inverted(self, m: int) -> float:
@@ -189,8 +190,8 @@ def extra_seconds(work: Work, machine: Machine, method: str, T: int, S: int) -> 
     for w in work.layers:
         total += w.calls * machine.tap * (1 if method == "FOOF" else 1.3)
         for rows, m in _sides(w, method):
-            inverts = T * rows < m / 3  # then a Cholesky factor does, and its two triangular solves are half as fast
-            applied = 4 * rows * m**2 / machine.products if inverts else 2 * rows * m**2 / machine.own_products
+            inverts = T * rows < m / 3  # then a Cholesky factor does
+            applied = 2 * rows * m**2 / (machine.solves if inverts else machine.own_products)
             gathered = 1.5 * w.rows * m**2 / machine.products + 3 * FLOAT * m**2 / machine.memory
             total += w.groups * (applied + S / T * gathered + (machine.factorised(m) if inverts else machine.inverted(m)) / T)
         if w.linear and w.inner:
@@ -216,7 +217,7 @@ def memory(work: Work, method: str, T: int = 100) -> float:
 
         W + room         when they invert: gradients, and room to make one of the inverses anew
         K + F + 2G       when a backward pass begins; F: rows that KFAC has kept of a pass of the Fisher's, G: the largest layer's gradient
-        W + R + G + E    when it ends; R: rows for the statistics
+        W + R + G + E    when it ends; R: rows for the statistics; KFAC has another G between its two sides
 
     Of many rows the product is kept, and inputs without a bias are their own rows, which are in K.
     """
@@ -226,7 +227,7 @@ def memory(work: Work, method: str, T: int = 100) -> float:
     inverts = weights + max((_room(w, method, T) for w in work.layers), default=0)
     fisher = sum(_rows_kept(w, method, beside_activations=True) for w in work.layers) if method == "KFAC" else 0
     begins = work.kept + fisher + 2 * max(gradients)
-    ends = weights + sum(_rows_kept(w, method) for w in work.layers) + max(gradients) + errors
+    ends = weights + sum(_rows_kept(w, method) for w in work.layers) + (2 if method == "KFAC" else 1) * max(gradients) + errors
     return 2 * squares + max(inverts, begins, ends) - weights - max(work.kept, weights + errors)
 
 

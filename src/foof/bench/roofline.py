@@ -13,7 +13,7 @@ from foof.bench.cases import Case, fully_connected
 from foof.bench.machine import fastest
 from foof.bench.methods import BASELINE, METHODS, Training
 from foof.covering import covered_layers
-from foof.linalg import damped_inverse, times_transposed
+from foof.linalg import damped_cholesky, damped_inverse, solve_right, times_transposed
 
 PREDICTED = ("FOOF", "KFAC")
 
@@ -24,6 +24,8 @@ def calibrate(device: torch.device) -> cost.Machine:
     multiplied = fastest(lambda: (rows @ W.mT, rows @ W, rows.mT @ rows), device)
     with torch.no_grad():
         own = fastest(lambda: times_transposed(rows, W), device)
+        L = damped_cholesky(W @ W.mT / 1000, 1.0)
+        solved = fastest(lambda: solve_right(rows, L), device)
     update = torch.optim.SGD([nn.Parameter(W.clone()) for _ in range(3)], lr=1e-9, momentum=0.9)
     for p in update.param_groups[0]["params"]:
         p.grad = torch.randn_like(p)
@@ -35,8 +37,8 @@ def calibrate(device: torch.device) -> cost.Machine:
     rate = 1 / (inverted[1500] / 1500**3 - per_entry / 1500)
     plain, tapped, work = _small(device)
     return cost.Machine(
-        products=3 * 2 * 100 * 1000**2 / multiplied, own_products=2 * 100 * 1000**2 / own, memory=memory, pages=4 * 4000**2 / anew,
-        inverse=rate, inverse_bytes=max(per_entry, 0.0) * memory, operation=plain / work.operations,
+        products=3 * 2 * 100 * 1000**2 / multiplied, own_products=2 * 100 * 1000**2 / own, solves=2 * 100 * 1000**2 / solved, memory=memory,
+        pages=4 * 4000**2 / anew, inverse=rate, inverse_bytes=max(per_entry, 0.0) * memory, operation=plain / work.operations,
         tap=max(tapped - plain, 0.0) / len(work.layers),
     )  # fmt: skip
 
