@@ -23,6 +23,25 @@ def test_inverse_and_solve(seed, m, rank, groups):
     assert torch.allclose(linalg.solve_right(X, linalg.damped_cholesky(S, 0.1)), X @ dense, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2, 10, linalg.FEW_ROWS - 1, linalg.FEW_ROWS, linalg.FEW_ROWS + 1])
+@pytest.mark.parametrize("groups", [(), (3,)])
+def test_solves_of_few_rows_in_single_precision_are_filled_up_unseen(rows, groups):
+    S, X = semidefinite(40, 40, groups, torch.float32), torch.randn(*groups, rows, 40)
+    dense = X.double() @ torch.linalg.inv(S.double() + 10 * torch.eye(40, dtype=torch.float64))
+    ours = linalg.solve_right(X, linalg.damped_cholesky(S, 10.0))
+    assert ours.shape == X.shape
+    assert ours.dtype == torch.float32
+    assert torch.allclose(ours.double(), dense, rtol=1e-4, atol=1e-5)
+
+
+def test_an_inverse_pays_where_solves_of_few_rows_would_be_many():
+    assert not linalg.inverse_pays(1000, linalg.uses(1, 10))
+    assert linalg.inverse_pays(4000, linalg.uses(100, 10))
+    assert not linalg.inverse_pays(4000, 100 * 10)
+    assert linalg.inverse_pays(300, linalg.uses(1, 100))
+    assert not linalg.inverse_pays(303, linalg.uses(1, 100))
+
+
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 6), m=st.integers(1, 6))
 def test_kronecker_solve(seed, n, m):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foof import linalg
 from foof._torch import DispatchMode
 from foof.layers import Layer, Linear
 from foof.passes import call_model
@@ -190,10 +191,12 @@ def extra_seconds(work: Work, machine: Machine, method: str, T: int, S: int) -> 
     for w in work.layers:
         total += w.calls * machine.tap * (1 if method == "FOOF" else 1.3)
         for rows, m in _sides(w, method):
-            inverts = T * rows < m / 3  # then a Cholesky factor does
-            applied = 2 * rows * m**2 / (machine.solves if inverts else machine.own_products)
+            if linalg.inverse_pays(m, linalg.uses(T, rows)):
+                applied, made = 2 * rows * m**2 / machine.own_products, machine.inverted(m)
+            else:
+                applied, made = 2 * linalg.uses(1, rows) * m**2 / machine.solves, machine.factorised(m)
             gathered = 1.5 * w.rows * m**2 / machine.products + 3 * FLOAT * m**2 / machine.memory
-            total += w.groups * (applied + S / T * gathered + (machine.factorised(m) if inverts else machine.inverted(m)) / T)
+            total += w.groups * (applied + S / T * gathered + made / T)
         if w.linear and w.inner:
             total += w.groups * 2 * w.rows * w.n * w.m * (1 / machine.own_products - 1 / machine.products)
         if method == "KFAC" and w.inner:
@@ -232,12 +235,12 @@ def memory(work: Work, method: str, T: int = 100) -> float:
 
 
 def _room(w: LayerWork, method: str, T: int) -> float:
-    """To make an inverse: two matrices at a time for a Cholesky factor, three for an inverse (`foof.kronecker.InputInverse.make` says
-    which), one side after the other."""
+    """To make an inverse: two matrices at a time for a Cholesky factor, three for an inverse (`foof.linalg.inverse_pays`), one side
+    after the other."""
     room = done = 0.0
     for rows, m in _sides(w, method):
         square = FLOAT * w.groups * m**2
-        room, done = max(room, done + (2 if T * rows < m / 3 else 3) * square), done + square
+        room, done = max(room, done + (3 if linalg.inverse_pays(m, linalg.uses(T, rows)) else 2) * square), done + square
     return room
 
 

@@ -33,16 +33,14 @@ class InputInverse:
 
     @classmethod
     def make(cls, Sigma: Tensor, damping: float | Tensor, name: str, uses: float = float("inf")) -> InputInverse:
-        """From the second moment ``(..., m, m)``, or its diagonal ``(m,)``; ``uses``: rows to be multiplied before the next one.
-
-        An inverse costs 2/3·m³ more than a Cholesky factor and saves about 2·m² per row, since triangular solves run at about
-        half the speed of products: it pays once ``uses`` exceeds m/3.
+        """From the second moment ``(..., m, m)``, or its diagonal ``(m,)``; ``uses`` (`foof.linalg.uses`): rows to be multiplied before
+        the next one, which decide whether the inverse pays.
         """
         if Sigma.dim() == 1:
             return cls("diagonal", 1 / (Sigma + damping))
-        if uses < Sigma.shape[-1] / 3:
-            return cls("cholesky", linalg.damped_cholesky(Sigma, damping, name))
-        return cls("inverse", linalg.damped_inverse(Sigma, damping, name))
+        if linalg.inverse_pays(Sigma.shape[-1], uses):
+            return cls("inverse", linalg.damped_inverse(Sigma, damping, name))
+        return cls("cholesky", linalg.damped_cholesky(Sigma, damping, name))
 
     def apply(self, X: Tensor) -> Tensor:
         """``X (Σ + λI)⁻¹`` for X ``(..., r, m)``."""

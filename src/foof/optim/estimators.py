@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from foof import linalg
 from foof._torch import origin
 from foof.kronecker import EigenInverse, InputInverse, KroneckerInverse, in_blocks
 from foof.layers import Conv, Embedding, Layer, Projection
@@ -152,7 +153,7 @@ class InputMoments(Estimator):
     def invert(self, block: Block, T: int) -> InputInverse:
         Sigma, layer = block.moments["Sigma"].value, block.layer
         assert Sigma is not None
-        uses = T * min(block.rows or layer.n, layer.n)
+        uses = linalg.uses(T, min(block.rows or layer.n, layer.n))
         return InputInverse.make(Sigma, block.damping.strength(layer, Sigma), block.name, uses)
 
     def parts(self, block: Block) -> int:
@@ -380,7 +381,7 @@ class KroneckerFisher(Estimator):
         Sigma, Sigma_E = self.second_moments(block)
         layer = block.layer
         rows = float("inf") if self.plain else block.rows or layer.n
-        uses = T * min(rows, layer.n), T * min(rows, layer.m)  # rows that each side multiplies until the next inversion
+        uses = linalg.uses(T, min(rows, layer.n)), linalg.uses(T, min(rows, layer.m))  # of each side, until the next inversion
         return self.kind.make(Sigma, Sigma_E, block.damping.absolute("KFAC needs"), block.name, uses)
 
     def parts(self, block: Block) -> int:
