@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import foof
 from foof import cost
-from foof.bench import fisher, loss, memory, records, roofline, run, show, steps
+from foof.bench import fisher, loss, machine, memory, records, roofline, run, show, steps
 from foof.bench.cases import CASES, deep_autoencoder, fully_connected, language, residual
 from foof.bench.methods import BASELINE, METHODS, Method, Training, chosen
 from foof.covering import covered_layers
@@ -80,6 +81,24 @@ def test_the_worst_step_is_the_schedules_not_the_machines():
     assert (of["ratio"], of["worst_ms"], of["worst_of_all_ms"], of["median_ms"]) == (2.25, 6000, 9000, 1000)
 
 
+def test_a_method_that_fails_later_on_is_left_out_too():
+    late = Method("late", lambda model, case, lr: [Late(model.parameters(), lr=lr)])
+    record = steps.unit(replace(TINY["mlp"], without=(("SOAP", "slow"), ("late", "slow"))), {"FOOF": METHODS["FOOF"], "late": late})
+    assert set(record["methods"]) == {BASELINE.name, "FOOF"}
+    assert record["failed"] == {"late": "RuntimeError: singular", "SOAP": "slow"}
+    assert steps.unit(replace(TINY["mlp"], without=(("FOOF", "slow"),)), {"FOOF": METHODS["FOOF"]})["failed"] == {}  # by its name
+
+
+class Late(torch.optim.SGD):
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        if self.taken > steps.WARM_UP + 3:
+            raise RuntimeError("singular")
+        super().step(closure)
+
+
 def test_a_period_that_takes_too_long_is_a_lower_bound():
     slow = Method("slow", lambda model, case, lr: [Slow(model.parameters(), lr=lr)])
     times, _ = steps.measure(replace(TINY["mlp"], rounds=2), {"slow": slow}, lambda _: None, budget=0.05)
@@ -108,6 +127,24 @@ def test_flops_are_those_counted_by_hand():
     assert cost.flops(work, "FOOF", 100, 10) == pytest.approx(plain + extra)
     errors = sum(2 * min(4, m) * n**2 + 0.1 * 1.5 * 4 * n**2 + n**3 / 100 + 0.1 * 2 * 4 * n * m * (m != 784) for n, m in matrices)
     assert cost.flops(work, "KFAC", 100, 10) == pytest.approx(plain + extra + errors)
+
+
+def test_where_a_cholesky_factor_does_only_it_is_counted():
+    (w,) = roofline.work_of(fully_connected(8, 4)).layers[:1]
+    work = cost.Work((w,), 0.0, 0.0, 1, ())
+    assert cost.flops(work, "FOOF", 1, 1) - work.sgd_flops == pytest.approx(2 * 4 * 784**2 + 1.5 * 4 * 784**2 + 784**3 / 3)
+    row = foof.explain(nn.Linear(784, 8, bias=False), torch.randn(4, 784), T=1).rows[0]
+    assert row.flops == pytest.approx(cost.flops(work, "FOOF", 1, 1) - work.sgd_flops)
+
+
+@pytest.mark.parametrize(("layer", "shape", "rows"), [
+    (nn.Linear(6, 3), (6,), 1), (nn.Linear(6, 3), (2, 5, 6), 10),
+    (nn.Conv2d(4, 6, 3, groups=2), (4, 6, 5), 12), (nn.Conv1d(4, 3, 3), (7, 4, 9), 49),
+])  # fmt: skip
+def test_rows_with_and_without_a_dimension_of_datapoints(layer, shape, rows):
+    work = cost.work_of(layer, covered_layers(layer)[0], torch.randn(shape))
+    assert [w.rows for w in work.layers] == [rows]
+    assert foof.explain(layer, torch.randn(shape)).ratio > 0
 
 
 def test_convolutions_count_their_locations_and_the_model_stays_as_it_is():
@@ -140,6 +177,18 @@ def test_explain_says_what_is_predicted():
     assert slower.ratio > explained.ratio
 
 
+def test_an_optimizer_predicts_its_own_step():
+    model, x = nn.Sequential(nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 10)), torch.randn(100, 500)
+    ratios = {}
+    for name, options in (("FOOF", {}), ("KFAC", {}), ("KFAC", {"damping_mode": "standard"}), ("AdamW", {})):
+        opt = getattr(foof, name)(model, **options)
+        ratios[name, *options] = opt.explain(x).ratio
+        opt.remove()
+    assert ratios["FOOF",] == foof.explain(model, x).ratio
+    assert ratios["KFAC",] == foof.explain(model, x, method="KFAC").ratio > ratios["FOOF",]
+    assert ratios["KFAC", "damping_mode"] is ratios["AdamW",] is None  # by eigenvectors: not predicted
+
+
 def test_the_machine_is_measured():
     machine = roofline.calibrate(torch.device("cpu"))
     assert all(value > 0 for name, value in vars(machine).items() if name not in ("inverse_bytes", "tap"))
@@ -151,6 +200,7 @@ def test_the_machine_is_measured():
 def test_memory_beside_sgd_is_that_of_the_formula():
     """In processes of their own, on the network of width 1,000; `foof bench memory` has the other cases."""
     record = memory.unit(CASES["mlp-1000"], ["FOOF"], 1)
+    assert record["title"] == "MLP, width 1,000, batch 100, T = 2, S = 1"  # as it was measured
     work = roofline.work_of(CASES["mlp-1000"])
     squares = [784**2, 1000**2, 1000**2, 1000**2]
     weights, errors = 784 * 1000 + 2 * 1000**2 + 10 * 1000, 2 * 100 * 1000
@@ -210,12 +260,22 @@ def test_a_search_goes_on_where_the_best_is_at_an_end():
     assert len(rates) == (3 if record["best"] == loss.DOCUMENTED["AdamW"] else 4)
 
 
+def test_a_peer_that_cannot_be_trained_is_searched_in_vain(monkeypatch):
+    monkeypatch.setitem(METHODS, "SINGD", Method("SINGD", lambda model, case, lr: [][0], package="singd_that_is_not_there"))
+    record = loss.search(small_task(), "SINGD", steps=2)
+    assert record["best"] == loss.DOCUMENTED["SINGD"]
+    assert all(math.isnan(value) for _, value in record["tried"])
+    planned = [unit.name for unit in run.plan(run.Setup(), ["loss"])]
+    assert "search/SINGD" not in planned  # what is not installed is not searched, and fails in the race
+    assert planned[-1] == "loss"
+
+
 # --- the Fisher -----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_fisher_beside_its_peers(monkeypatch):
     pytest.importorskip("curvlinops")
-    monkeypatch.setattr(fisher, "elsewhere", lambda module, width, D, threads: fisher.memory(width, D))
+    monkeypatch.setattr(fisher, "elsewhere", lambda module, width, D, threads, device: fisher.memory(width, D, device))
     monkeypatch.setattr(fisher, "LARGEST", 1)
     record = fisher.unit(8, 20)
     mine, theirs = record["ours"], record["peers"]["curvlinops + CG"]
@@ -267,7 +327,51 @@ def test_names_that_are_none():
         run.plan(run.Setup(), ["stpes"])
     with pytest.raises(ValueError, match="at least 1"):
         run.Setup(threads=0)
+    for device in ["gpu", *([] if torch.cuda.is_available() else ["cuda", "cuda:1"])]:
+        with pytest.raises(ValueError, match=f"device must be one that torch has here, cpu.* but '{device}' was given"):
+            run.Setup(device=device)
     assert list(chosen(["foof", "soap"])) == ["FOOF", "SOAP"]
+    with pytest.raises(ValueError, match=r"this process may use \d+, but 1000000 threads were asked for"):
+        machine.pin(10**6)
+
+
+@pytest.mark.parametrize(("what", "units"), [
+    (["mlp-250"], ["steps/mlp-250"]), (["mlp-250", "memory"], ["memory/mlp-250"]),
+    (["mlp-250", "laplace"], ["steps/mlp-250", "laplace/full-4", "laplace/kron-300"]),
+])  # fmt: skip
+def test_what_is_named_is_measured(what, units):
+    assert [unit.name for unit in run.plan(run.Setup(), what)] == ["machine", *units]
+
+
+def test_changed_files_are_another_source(tmp_path, monkeypatch):
+    package = tmp_path / "foof"
+    (package / "bench").mkdir(parents=True)
+    (package / "py.typed").touch()
+    (package / "a.py").write_text("1")
+    monkeypatch.setattr(machine, "__file__", str(package / "bench" / "machine.py"))
+    assert machine._commit() is None
+
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x@x", *arguments], check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "x")
+    clean = machine._commit()
+    (package / "a.py").write_text("2")
+    changed = machine._commit()
+    (package / "a.py").write_text("3")
+    assert len({clean, changed, machine._commit()}) == 3
+    assert changed.startswith(f"{clean}-dirty-")
+
+
+def test_a_race_without_foof_or_without_others_is_judged_by_what_is_there():
+    def judged(**reached):
+        methods = {name: {"reached": seconds} for name, seconds in {BASELINE.name: 60.0, **reached}.items()}
+        return [check.asked for check in show.checks([{"kind": "loss", "unit": "loss", "setup": {"quick": False}, "methods": methods}])]
+
+    assert judged(AdamW=30.0) == []
+    assert judged(FOOF=15.0) == ["FOOF at SGD's last loss in a third of its seconds"]
 
 
 def test_every_line_that_was_asked_for_is_judged():

@@ -25,7 +25,7 @@ try:
     from foof.bench import run as bench_run
     from foof.bench import show as bench_show
     from foof.bench.cases import CASES
-    from foof.bench.machine import pin
+    from foof.bench.machine import pin, usable_cores
     from foof.study import data
     from foof.study.data.formats import DataError
     from foof.study.paper.experiments import (
@@ -364,7 +364,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="The main sizes in few rounds, in about three minutes.")] = False,
     method: Annotated[list[str] | None, typer.Option(help="This method alone (may be given again); see the table for names.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case; default: as many as the case has.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads, on as many cores.")] = min(2, os.cpu_count() or 1),
+    threads: Annotated[int, typer.Option(min=1, help="Threads, on as many cores.")] = min(2, len(usable_cores())),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option("--out", help="The file of records; what it has is not measured again.")] = Path("bench.jsonl"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what has been measured.")] = False,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foof import linalg
 from foof._torch import DispatchMode
-from foof.layers import Layer, Linear
+from foof.layers import Conv, Layer, Linear
 from foof.passes import call_model
 from foof.tap import inputs_seen
 
@@ -144,7 +144,7 @@ def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
 
 
 def _rows(layer: Layer, x: Tensor) -> int:
-    return layer.input_rows(x[:1]).flatten(-3, -2).shape[-2] * len(x)
+    return len(layer.batched(x)) * layer.locations(x) if isinstance(layer, Conv) else x.numel() // x.shape[-1]
 
 
 # --- seconds --------------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def _extra_flops(w: LayerWork, method: str, T: int, S: int) -> float:
     sides = _sides(w, method)
     applied = sum(2 * rows * m**2 for rows, m in sides)
     gathered = sum(1.5 * w.rows * m**2 for _, m in sides)
-    inverted = sum(m**3 for _, m in sides)
+    inverted = sum(m**3 if linalg.inverse_pays(m, linalg.uses(T, rows)) else m**3 / 3 for rows, m in sides)
     fisher = 2 * w.rows * w.n * w.m if method == "KFAC" and w.inner else 0
     return w.groups * (applied + S / T * (gathered + fisher) + inverted / T)
 

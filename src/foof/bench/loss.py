@@ -183,16 +183,16 @@ def search(task: Task, name: str, steps: int = SEARCH_STEPS, seed: int = SEARCH_
         return min(losses, key=lambda lr: losses[lr] if math.isfinite(losses[lr]) else math.inf)
 
     def attempt(lr: float) -> None:
-        run = begin(task, METHODS[name], lr, seed)
         try:
+            run = begin(task, METHODS[name], lr, seed)
             run.train(math.inf, steps)
             losses[lr] = run.judge(task)
-        except (RuntimeError, ArithmeticError):  # weights that grew until nothing could be inverted
+            run.training.close()
+        except Exception:  # weights that grew until nothing could be inverted, or whatever else a peer may do
             losses[lr] = math.nan
-        run.training.close()
 
     middle = DOCUMENTED[name]
-    for lr in (middle / 3, middle, middle * 3):
+    for lr in (middle, middle / 3, middle * 3):  # the first of them, if none can be trained with
         attempt(lr)
     if best() != middle:
         attempt(best() ** 2 / middle)

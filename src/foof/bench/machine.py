@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,19 @@ def environment() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def usable_cores() -> list[int]:
+    """Those that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def pin(threads: int) -> None:
     """Compute on this many threads, on as many cores of their own: the first of those this process may use."""
+    there = usable_cores()
+    if threads > len(there):
+        raise ValueError(f"each thread has a core of its own: this process may use {len(there)}, but {threads} threads were asked for")
     torch.set_num_threads(threads)
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        os.sched_setaffinity(0, there[:threads])
 
 
 def synchronise(device: torch.device) -> None:
@@ -103,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The last commit of the package's source, marked if files differ from it; None where no repository has this file."""
+    """The last commit of the package's source, with a digest of the files where they differ from it; None where no repository has this."""
     package = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
@@ -113,9 +122,13 @@ def _commit() -> str | None:
     try:
         git("ls-files", "--error-unmatch", "py.typed")  # an environment inside somebody's repository is not of it
         changed = git("status", "--porcelain", "--", ".")
-        return git("log", "-1", "--format=%h", "--abbrev=12", "--", ".") + ("-dirty" if changed else "")
+        return git("log", "-1", "--format=%h", "--abbrev=12", "--", ".") + (f"-dirty-{_digest(package)}" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _digest(package: Path) -> str:
+    return sha256(b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))).hexdigest()[:8]
 
 
 def _processor() -> str:

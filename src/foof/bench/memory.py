@@ -44,7 +44,8 @@ def unit(case: Case, names: Iterable[str], threads: int) -> dict[str, Any]:
             found[name] = peak_of(name) - plain
         except RuntimeError as problem:
             failed[name] = str(problem)[:300]
-    return {"kind": "memory", "case": case.name, "title": case.title, "sgd": plain, "beside": found, "failed": failed}
+    title = case.title.replace(f"T = {case.T}, S = {case.S}", f"T = {T}, S = {S}")
+    return {"kind": "memory", "case": case.name, "title": title, "sgd": plain, "beside": found, "failed": failed}
 
 
 if __name__ == "__main__":

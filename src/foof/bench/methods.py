@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ class Method:
     ours: bool = False
     scheduled: bool = True  # do steps differ over a period T?
     variant: bool = False  # measured where a case asks for it
+    package: str | None = None  # that it needs, beside torch and foof
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or find_spec(self.package) is not None
 
 
 class Training:
@@ -200,11 +206,11 @@ METHODS: dict[str, Method] = {
         Method("FOOF, no lr", _foof_default, ours=True, variant=True),
         Method("AdamW", _adamw, second=False, scheduled=False),
         Method("Muon (torch)", _muon, second=False, scheduled=False),
-        Method("curvlinops FOOF", _curvlinops("forward-only", 1.0)),
-        Method("curvlinops KFAC", _curvlinops("mc", 0.01)),
-        Method("SINGD", _singd),
-        Method("SOAP", _soap),
-        Method("Shampoo", _shampoo),
+        Method("curvlinops FOOF", _curvlinops("forward-only", 1.0), package="curvlinops"),
+        Method("curvlinops KFAC", _curvlinops("mc", 0.01), package="curvlinops"),
+        Method("SINGD", _singd, package="singd"),
+        Method("SOAP", _soap, package="pytorch_optimizer"),
+        Method("Shampoo", _shampoo, package="pytorch_optimizer"),
     )
 }
 

@@ -10,7 +10,7 @@ import torch
 from foof import cost
 from foof.bench import fisher, loss, memory, roofline, steps
 from foof.bench.cases import CASES, QUICK, Case
-from foof.bench.methods import BASELINE, chosen, entered
+from foof.bench.methods import BASELINE, METHODS, chosen, entered
 from foof.bench.records import Record, Store
 
 KINDS = ("steps", "memory", "loss", "fisher", "laplace")
@@ -30,6 +30,9 @@ class Setup:
     def __post_init__(self) -> None:
         if self.threads < 1 or (self.rounds is not None and self.rounds < 1):
             raise ValueError(f"threads and rounds are at least 1, but {self.threads} and {self.rounds} were given")
+        there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        if self.device.partition(":")[0] not in there:
+            raise ValueError(f"device must be one that torch has here, {' or '.join(there)}, but {self.device!r} was given")
         chosen(self.methods)  # or an error
 
 
@@ -49,16 +52,18 @@ def plan(setup: Setup, what: Iterable[str] = ()) -> list[Unit]:
         if name not in (*KINDS, *CASES):
             raise ValueError(f"nothing of the benchmark is called {name!r}; there are {', '.join((*KINDS, *CASES))}")
     named = [name for name in wanted if name in CASES]
-    kinds = [kind for kind in KINDS if kind in wanted] or (["steps"] if named else list(KINDS))
+    kinds = {name for name in wanted if name in KINDS}
+    if named and not kinds & {"steps", "memory"}:  # those that have cases
+        kinds.add("steps")
     cases = [_case(CASES[name], setup) for name in named or (QUICK if setup.quick else CASES)]
     of_kind = {
         "steps": [_steps(case, setup) for case in cases],
         "loss": _loss(setup),
-        "fisher": [_fisher(width, D) for width, D in (fisher.QUICK if setup.quick else fisher.SIZES)],
-        "laplace": [_laplace(*fit) for fit in (fisher.LAPLACE[-1:] if setup.quick else fisher.LAPLACE)],
+        "fisher": [_fisher(width, D, setup) for width, D in (fisher.QUICK if setup.quick else fisher.SIZES)],
+        "laplace": [_laplace(*fit, setup) for fit in (fisher.LAPLACE[-1:] if setup.quick else fisher.LAPLACE)],
         "memory": [_memory(case, setup) for case in cases if case.T > 1][: 1 if setup.quick else None],
     }
-    return [_machine(setup), *(unit for kind, units in of_kind.items() if kind in kinds for unit in units)]
+    return [_machine(setup), *(unit for kind, units in of_kind.items() if kind in (kinds or KINDS) for unit in units)]
 
 
 def _case(case: Case, setup: Setup) -> Case:
@@ -84,12 +89,12 @@ def _steps(case: Case, setup: Setup) -> Unit:
     return Unit(f"steps/{case.name}", measure)
 
 
-def _fisher(width: int, D: int) -> Unit:
-    return Unit(f"fisher/{width}-{D}", lambda store, say: fisher.unit(width, D, (width, D) in fisher.COMPARED, say))
+def _fisher(width: int, D: int, setup: Setup) -> Unit:
+    return Unit(f"fisher/{width}-{D}", lambda store, say: fisher.unit(width, D, (width, D) in fisher.COMPARED, say, setup.device))
 
 
-def _laplace(width: int, D: int, structure: str) -> Unit:
-    return Unit(f"laplace/{structure}-{width}", lambda store, say: fisher.laplace_unit(width, D, structure))
+def _laplace(width: int, D: int, structure: str, setup: Setup) -> Unit:
+    return Unit(f"laplace/{structure}-{width}", lambda store, say: fisher.laplace_unit(width, D, structure, setup.device))
 
 
 def _memory(case: Case, setup: Setup) -> Unit:
@@ -104,7 +109,7 @@ def _memory(case: Case, setup: Setup) -> Unit:
 
 
 def _loss(setup: Setup) -> list[Unit]:
-    """Learning rates first, then the race."""
+    """Learning rates first, of those that are installed, then the race."""
     names = [name for name in chosen(setup.methods) if name in loss.DOCUMENTED or name in loss.STUDY or name in loss.NO_LR]
 
     def task() -> loss.Task:
@@ -118,7 +123,7 @@ def _loss(setup: Setup) -> list[Unit]:
     def searching(name: str) -> Unit:
         return Unit(f"search/{name}", lambda store, say: loss.search(task(), name), timed=False)
 
-    searches = [] if setup.quick else [searching(name) for name in names if name in loss.DOCUMENTED]
+    searches = [] if setup.quick else [searching(name) for name in names if name in loss.DOCUMENTED and METHODS[name].installed]
     return [*searches, Unit("loss", race)]
 
 

@@ -92,10 +92,14 @@ def measure(case: Case, methods: Mapping[str, Method], say: Say, budget: float) 
         plain.rounds.append(before)
         for name, training in runs.items():
             method = methods[name]
-            if times[name].cut or (not method.ours and 0 < case.rounds // 2 <= k):
+            if name in failed or times[name].cut or (not method.ours and 0 < case.rounds // 2 <= k):
                 continue
             steps = max(case.T, BLOCK) if method.scheduled else BLOCK
-            taken = block(training, batches, steps, None if method.ours else budget)
+            try:
+                taken = block(training, batches, steps, None if method.ours else budget)
+            except Exception as problem:
+                failed[name] = reason(problem)
+                continue
             after = block(sgd, batches, BESIDE, budget / 6)
             times[name].rounds.append(taken)
             times[name].beside.append(statistics.fmean(before + after))
@@ -110,7 +114,7 @@ def measure(case: Case, methods: Mapping[str, Method], say: Say, budget: float) 
     plain.rounds = [steps[:shortest] for steps in plain.rounds]
     plain.beside = [statistics.fmean(steps) for steps in plain.rounds]
     gc.collect()
-    return {BASELINE.name: plain} | times, failed
+    return {BASELINE.name: plain} | {name: of for name, of in times.items() if name not in failed}, failed
 
 
 def unit(case: Case, methods: Mapping[str, Method], say: Say = lambda _: None, budget: float = BUDGET) -> dict[str, Any]:
@@ -118,7 +122,8 @@ def unit(case: Case, methods: Mapping[str, Method], say: Say = lambda _: None, b
     with torch.random.fork_rng():
         times, failed = measure(case, methods, say, budget)
     parameters = sum(p.numel() for p in case.model().parameters() if p.requires_grad)
+    left_out = {name: why for name, why in case.without if name not in times}
     return {
         "kind": "steps", "case": case.name, "title": case.title, "T": case.T, "S": case.S, "parameters": parameters,
-        "methods": {name: t.summary() for name, t in times.items()}, "failed": failed | dict(case.without),
+        "methods": {name: t.summary() for name, t in times.items()}, "failed": left_out | failed,
     }  # fmt: skip

@@ -166,7 +166,9 @@ class NeuronOptimizer(Optimizer):
         engine = self.preconditioner
         T, S = engine.schedule.T, engine.schedule.S
         (changes, note), groups = self._latest_changes(), self.param_groups
-        return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=groups, left=engine.rest, changes=changes, note=note)
+        method = {"foof": "FOOF", "kfac (KroneckerInverse)": "KFAC"}.get(engine.estimator.name)  # the steps that can be predicted
+        return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=groups, left=engine.rest, changes=changes, note=note,
+                       method=method)  # fmt: skip
 
     def _latest_changes(self) -> tuple[dict[str, str], str]:
         """What `explain` says of the latest step: by weight, and in one sentence."""
