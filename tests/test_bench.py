@@ -99,11 +99,14 @@ class Late(torch.optim.SGD):
         super().step(closure)
 
 
-def test_a_period_that_takes_too_long_is_a_lower_bound():
+def test_a_period_that_takes_too_long_is_a_lower_bound(monkeypatch):
     slow = Method("slow", lambda model, case, lr: [Slow(model.parameters(), lr=lr)])
     times, _ = steps.measure(replace(TINY["mlp"], rounds=2), {"slow": slow}, lambda _: None, budget=0.05)
     assert 2 <= times["slow"].cut < steps.BLOCK
     assert len(times["slow"].rounds) == 1
+    monkeypatch.setattr(steps, "CLEAR", 1e6)  # where its steps do not say that it is slower, its period is finished
+    times, _ = steps.measure(replace(TINY["mlp"], rounds=2), {"slow": slow}, lambda _: None, budget=0.05)
+    assert times["slow"].cut == 0
 
 
 class Slow(torch.optim.SGD):
@@ -145,6 +148,15 @@ def test_rows_with_and_without_a_dimension_of_datapoints(layer, shape, rows):
     work = cost.work_of(layer, covered_layers(layer)[0], torch.randn(shape))
     assert [w.rows for w in work.layers] == [rows]
     assert foof.explain(layer, torch.randn(shape)).ratio > 0
+
+
+def test_attention_counts_its_products():
+    """In evaluation mode one fused kernel would compute them all."""
+    model, (N, R, d) = nn.MultiheadAttention(8, 2, batch_first=True), (3, 5, 8)
+    work = cost.work_of(model, covered_layers(model, functional=True)[0], (torch.randn(N, R, d),) * 3)
+    projections, attention = 2 * N * R * d * 4 * d, 2 * 2 * N * R * R * d
+    assert work.flops == projections + attention
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_convolutions_count_their_locations_and_the_model_stays_as_it_is():

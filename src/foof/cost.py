@@ -125,11 +125,14 @@ def work_of(model: nn.Module, layers: Iterable[Layer], inputs: Any) -> Work:
         seen.setdefault(id(layer), []).append(query.detach())
 
     modes = {module: module.training for module in model.modules()}
+    fused = torch.backends.mha.get_fastpath_enabled()  # kernels of whole attentions, in evaluation mode only: their products are not seen
     model.eval()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         with torch.no_grad(), inputs_seen(layers, see), _Counter() as counted:
             call_model(model, inputs)
     finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
         for module, was_training in modes.items():
             module.training = was_training
     found = []

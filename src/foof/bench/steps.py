@@ -18,7 +18,8 @@ from foof.bench.methods import BASELINE, Method, Training, reason
 BESIDE = 20  # steps of SGD before and after a block of another method
 BLOCK = 25  # steps of a method whose steps are all alike
 WARM_UP = 5
-BUDGET = 6.0  # seconds after which a peer's period is cut off
+BUDGET = 6.0  # seconds after which a peer's period is cut off,
+CLEAR = 3.0  # if its median step is so many times SGD's: else a lower bound would leave open who is faster
 Failures = dict[str, str]
 Say = Callable[[str], None]
 
@@ -56,8 +57,9 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def block(training: Training, batches: list[Batch], steps: int, budget: float | None = None, least: int = 2) -> list[float]:
-    """Seconds of each of these steps, or of as many as the budget has time for, but at least so many."""
+def block(training: Training, batches: list[Batch], steps: int, budget: float | None = None, least: int = 2,
+          clear: float = 0.0) -> list[float]:  # fmt: skip
+    """Seconds of each of these steps, or of as many as the budget has time for, but at least so many, and until their median is clear."""
     device, taken = next(training.model.parameters()).device, list[float]()
     for k in range(steps):
         x, y = batches[k % len(batches)]
@@ -65,7 +67,7 @@ def block(training: Training, batches: list[Batch], steps: int, budget: float | 
         training.step(x, y)
         synchronise(device)
         taken.append(time.perf_counter() - start)
-        if budget is not None and len(taken) >= least and sum(taken) > budget:
+        if budget is not None and len(taken) >= least and sum(taken) > budget and statistics.median(taken) > clear:
             break
     return taken
 
@@ -96,7 +98,7 @@ def measure(case: Case, methods: Mapping[str, Method], say: Say, budget: float) 
                 continue
             steps = max(case.T, BLOCK) if method.scheduled else BLOCK
             try:
-                taken = block(training, batches, steps, None if method.ours else budget)
+                taken = block(training, batches, steps, None if method.ours else budget, clear=CLEAR * statistics.fmean(before))
             except Exception as problem:
                 failed[name] = reason(problem)
                 continue
