@@ -215,7 +215,7 @@ def ratio(work: Work, machine: Machine, method: str = "FOOF", T: int = 100, S: i
 # --- memory ---------------------------------------------------------------------------------------------------------------
 
 
-def memory(work: Work, method: str, T: int = 100) -> float:
+def memory(work: Work, method: str) -> float:
     """Bytes at most beside SGD with momentum, for FOOF or KFAC without, on networks of linear layers.
 
     SGD needs ``2W + max(K, W + E)``: weights W, momentum, and what a forward pass keeps, K, or gradients and two layers' errors E on their
@@ -230,20 +230,19 @@ def memory(work: Work, method: str, T: int = 100) -> float:
     weights, errors = FLOAT * sum(work.sizes), max((2 * FLOAT * w.groups * w.rows * max(w.n, w.m) for w in work.layers), default=0)
     squares = sum(FLOAT * w.groups * m**2 for w in work.layers for _, m in _sides(w, method))
     gradients = [FLOAT * w.groups * min(w.rows, w.n) * w.m for w in work.layers if not w.diagonal] or [0]
-    inverts = weights + max((_room(w, method, T) for w in work.layers), default=0)
+    inverts = weights + max((_room(w, method) for w in work.layers), default=0)
     fisher = sum(_rows_kept(w, method, beside_activations=True) for w in work.layers) if method == "KFAC" else 0
     begins = work.kept + fisher + 2 * max(gradients)
     ends = weights + sum(_rows_kept(w, method) for w in work.layers) + (2 if method == "KFAC" else 1) * max(gradients) + errors
     return 2 * squares + max(inverts, begins, ends) - weights - max(work.kept, weights + errors)
 
 
-def _room(w: LayerWork, method: str, T: int) -> float:
-    """To make an inverse: two matrices at a time for a Cholesky factor, three for an inverse (`foof.linalg.inverse_pays`), one side
-    after the other."""
+def _room(w: LayerWork, method: str) -> float:
+    """To make an inverse: two matrices at a time, ``Σ + λI`` and its Cholesky factor, or that and the inverse; one side after the other."""
     room = done = 0.0
-    for rows, m in _sides(w, method):
+    for _, m in _sides(w, method):
         square = FLOAT * w.groups * m**2
-        room, done = max(room, done + (3 if linalg.inverse_pays(m, linalg.uses(T, rows)) else 2) * square), done + square
+        room, done = max(room, done + 2 * square), done + square
     return room
 
 

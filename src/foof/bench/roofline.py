@@ -79,12 +79,12 @@ def predictions(case: Case, machine: cost.Machine) -> dict[str, dict[str, float]
     return found
 
 
-def memory(case: Case, T: int) -> dict[str, float]:
-    """Bytes beside SGD by the formula, for FOOF and KFAC at this T; nothing for networks with convolutions, which need room for patches."""
+def memory(case: Case) -> dict[str, float]:
+    """Bytes beside SGD by the formula, for FOOF and KFAC; nothing for networks with convolutions, which need room for patches."""
     if any(isinstance(module, nn.Conv2d) for module in case.model().modules()):
         return {}
     work = work_of(case)
-    return {method: cost.memory(work, method, T) for method in PREDICTED}
+    return {method: cost.memory(work, method) for method in PREDICTED}
 
 
 def beside(record: dict[str, Any], predicted: dict[str, dict[str, float]], machine: cost.Machine) -> dict[str, Any]:

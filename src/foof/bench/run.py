@@ -103,7 +103,7 @@ def _memory(case: Case, setup: Setup) -> Unit:
     names = [name for name, method in entered(case, setup.methods).items() if everyone or method.ours]
 
     def measure(store: Store, say: Say) -> Record:
-        return {**memory.unit(case, names, setup.threads), "predicted": roofline.memory(case, memory.T)}
+        return {**memory.unit(case, names, setup.threads), "predicted": roofline.memory(case)}
 
     return Unit(f"memory/{case.name}", measure)
 
