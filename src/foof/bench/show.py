@@ -159,7 +159,8 @@ def _below_peers(record: Record, name: str) -> Check | None:
     if not peers or name not in record["methods"]:
         return None
     mine, best = record["methods"][name]["ratio"], min(peers, key=lambda peer: peers[peer])
-    said = f"{mine:.2f}, {best} {peers[best]:.2f}"
+    least = "≥ " if record["methods"][best]["cut"] else ""  # a lower bound above ours decides, one below leaves it open
+    said = f"{mine:.2f}, {best} {least}{peers[best]:.2f}"
     if absent := [peer for peer in PEERS if peer in record["failed"]]:
         said += f"; not run: {', '.join(absent)}"
     return Check(f"{record['title']}: {name} below every second-order peer", said, mine < peers[best])
