@@ -112,7 +112,7 @@ def language(width: int = 128, depth: int = 4, length: int = 128, batch: int = 4
     return Case(
         "gpt", f"GPT, width {width}, depth {depth}, {batch} × {length} tokens", lambda: GPT(width, depth, 4, length, 256),
         lambda: (torch.randint(0, 256, (batch, length)), torch.randint(0, 256, (batch * length,))), nn.CrossEntropyLoss(),
-        rows=length,
+        rows=length, rounds=4,
     )  # fmt: skip
 
 

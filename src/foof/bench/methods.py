@@ -169,11 +169,12 @@ def _curvlinops(fisher: str, damping: float) -> Callable[[nn.Module, Case, float
 
 
 def _singd(model: nn.Module, case: Case, lr: float) -> Optimizers:
-    """Its defaults, with dense factors; it estimates them on one of every T steps. What it does not know is left to AdamW."""
+    """Its defaults, with dense factors, which it feeds and updates on one of every T/S steps: as often as ours are fed. What it does not
+    know is left to AdamW."""
     from singd.optim.optimizer import SINGD
 
     average = "batch+sequence" if case.rows > 1 else "batch"
-    opt = SINGD(model, lr=lr, T=case.T, loss_average=average, warn_unsupported=False)
+    opt = SINGD(model, lr=lr, T=max(case.T // case.S, 1), loss_average=average, warn_unsupported=False)
     taken = {id(p) for group in opt.param_groups for p in group["params"]}
     left = [p for p in _trainable(model) if id(p) not in taken]
     return [opt, *([torch.optim.AdamW(left, lr=min(lr, 3e-4))] if left else [])]
