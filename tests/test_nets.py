@@ -276,6 +276,16 @@ def test_the_reduced_study_decides_every_claim_of_the_convolutional_half(outcome
     assert [a.word for a in answers(outcomes)] == ["Yes", "Yes", "Yes"]
 
 
+def test_batch_sizes_are_compared_after_as_many_epochs(outcomes):
+    """In the made-up world every run ends at the loss of its method, whatever its batch size: none is ahead at its own end."""
+    (o,) = (o for o in outcomes if o.experiment.id == "figj18")
+    ends = {t.best.steps for t in o.found.values()}
+    assert len(ends) == 4
+    for v in o.verdicts:
+        assert "at step" not in v.measured
+        assert all(c.effect.ratio == pytest.approx(1, abs=0.1) for c in v.conditions)
+
+
 def test_averaged_weights_are_judged_by_their_own_losses(outcomes):
     plain, averaged = (next(o for o in outcomes if o.experiment.id == id_).found for id_ in ("fig5c", "fig5d"))
     assert averaged[KFAC].records == plain[KFAC].records
