@@ -142,6 +142,18 @@ def test_what_is_missing_is_named(folder):
         load("fashion-mnist", "embedded", 7000)
 
 
+def test_what_has_arrived_in_part_is_not_there(folder):
+    (folder / "olivetti").mkdir()
+    (folder / "olivetti" / "olivettifaces.mat.part").write_bytes(b"half")
+    assert not data.there("faces")
+    (folder / "olivetti" / "olivettifaces.mat").write_bytes(b"whole")
+    assert data.there("faces")
+
+
+def test_a_few_records_have_the_classes_of_all():
+    assert load("fashion-mnist", "embedded", 1).classes == 10
+
+
 def test_available_tells_parts_damage_and_absence(folder):
     write_mnist(folder / "mnist")
     write_mnist(folder / "fashion-mnist")

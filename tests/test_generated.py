@@ -95,9 +95,10 @@ def test_what_is_made_is_made_once_and_kept_whole(tmp_path):
     first, again = datasets._kept(path, make), datasets._kept(path, make)
     assert len(made) == 1
     assert all(np.array_equal(a, b) for one, other in zip(first, again, strict=True) for a, b in zip(one, other, strict=True))
-    path.write_bytes(path.read_bytes()[:500])  # damaged: made anew
-    assert np.array_equal(datasets._kept(path, make)[0][0], first[0][0])
-    assert (len(made), [p.name for p in path.parent.iterdir()]) == (2, ["x.npz"])
+    for times, damaged in enumerate((path.read_bytes()[:500], b""), 2):  # made anew
+        path.write_bytes(damaged)
+        assert np.array_equal(datasets._kept(path, make)[0][0], first[0][0])
+        assert (len(made), [p.name for p in path.parent.iterdir()]) == (times, ["x.npz"])
 
 
 def test_faces_come_normalised_and_can_be_made_bright_again(olivetti, monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from foof.study.paper import networks, published
 from foof.study.paper.answers import answers
 from foof.study.paper.claims import AUTOENCODERS, CONVOLUTIONS
 from foof.study.paper.experiments import chosen, conduct, experiments_of, lacking
-from foof.study.paper.rules import Term
+from foof.study.paper.rules import All, Term
 from foof.study.paper.searches import FOOF, KFAC, SGD
 from foof.study.paper.verdicts import Ruling
 from foof.study.search.estimate import core_seconds
@@ -33,6 +33,7 @@ from foof.study.train.setting import Record, Setting
 
 CONV = Setting(train_size=60, model="resnet18", hidden=(2,), batch_size=20, steps=7, log_every=1,
                options=(("augment", True), ("momentum", 0.9), ("momentum_after", 1), ("polyak", 0.9)))  # fmt: skip
+VGG = CONV.but(model="vgg11", dataset="cifar-10", source="folder", options=tuple((k, v) for k, v in CONV.options if k != "polyak"))
 CODES = Setting(train_size=60, model="autoencoder", hidden=(12, 4), batch_size=20, steps=7, log_every=1)
 SCHEDULE = (("T", 3), ("S", 2), ("initialise", 2))
 
@@ -51,6 +52,7 @@ def methods(base: Setting) -> dict[str, Setting]:
 RUNS = {
     **{f"resnet18 {name}": s for name, s in methods(CONV).items()},
     **{f"without norm {name}": s.but(model="resnet18-no-norm") for name, s in methods(CONV).items() if name in ("foof", "kfac", "natural")},
+    **{f"vgg11 {name}": s for name, s in methods(VGG).items()},
     "resnet18 norm trained": methods(CONV)["foof"].but(options=(*methods(CONV)["foof"].options, ("train_norm", True))),
     **{f"autoencoder {name}": s for name, s in methods(CODES).items()},
     "autoencoder empirical": methods(CODES)["kfac"].but(options=(*SCHEDULE, ("fisher", "empirical"))),
@@ -58,12 +60,26 @@ RUNS = {
 }
 
 
+@pytest.fixture
+def cifar(tmp_path_factory, monkeypatch):
+    """A folder of sixty images of 32 × 32 in the format of CIFAR-10, of random pixels."""
+    folder = tmp_path_factory.mktemp("data")
+    monkeypatch.setenv("FOOF_DATA", str(folder))
+    load.cache_clear()
+    labels, pixels = np.arange(60, dtype=np.uint8)[:, None] % 10, np.random.default_rng(0).integers(0, 256, (60, 3072), dtype=np.uint8)
+    (folder / "cifar-10-batches-bin").mkdir()
+    for name in ("data_batch_1", "test_batch"):
+        np.concatenate([labels, pixels], 1).tofile(folder / "cifar-10-batches-bin" / f"{name}.bin")
+    yield folder
+    load.cache_clear()
+
+
 class Stop(Exception):
     pass
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_interrupted_run_goes_on_bit_for_bit(name, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_bit_for_bit(name, cifar, tmp_path, monkeypatch):
     """Stopped within the second epoch and at its end; augmentation, averages, momentum, labels drawn for the Fisher included."""
     setting = RUNS[name]
     whole = run(setting)
@@ -260,6 +276,16 @@ def test_the_reduced_study_decides_every_claim_of_the_convolutional_half(outcome
     assert [a.word for a in answers(outcomes)] == ["Yes", "Yes", "Yes"]
 
 
+def test_batch_sizes_are_compared_after_as_many_epochs(outcomes):
+    """In the made-up world every run ends at the loss of its method, whatever its batch size: none is ahead at its own end."""
+    (o,) = (o for o in outcomes if o.experiment.id == "figj18")
+    ends = {t.best.steps for t in o.found.values()}
+    assert len(ends) == 4
+    for v in o.verdicts:
+        assert "at step" not in v.measured
+        assert all(c.effect.ratio == pytest.approx(1, abs=0.1) for c in v.conditions)
+
+
 def test_averaged_weights_are_judged_by_their_own_losses(outcomes):
     plain, averaged = (next(o for o in outcomes if o.experiment.id == id_).found for id_ in ("fig5c", "fig5d"))
     assert averaged[KFAC].records == plain[KFAC].records
@@ -272,13 +298,52 @@ def test_everything_of_the_reduced_study_is_marked_and_stands_beside_the_publish
         drawn = draw(o)
         beside = [d for d in drawn if d.heading.startswith("Published, at the paper's scale")]
         assert len(beside) == len(published.panels(o.experiment.figure, o.experiment.dataset))
-        assert all("reduced scale" in d.heading for d in drawn if d not in beside and not isinstance(d, Map))
+        assert all("reduced scale" in d.heading for d in drawn if d not in beside)
         assert all(d.svg() for d in drawn if not isinstance(d, Map))
         assert "(reduced scale)" in report.section(o).title
-        assert o.experiment.figure == "fig5a" or "Reduced:" in report.section(o).note
+        assert "Reduced:" in report.section(o).note
     text = report.write(tmp_path / "r.html", outcomes, REDUCED).read_text(encoding="utf-8")
     assert "All of this is at a reduced scale." in text
     assert "nan" not in re.sub(r"<script.*?</script>", "", text, flags=re.S)
+
+
+def test_what_is_smaller_than_the_paper_s_is_said_in_numbers(outcomes):
+    """Those of the presets; the timing of Fig. 5A has the paper's T and S at every size."""
+    notes = {o.experiment.id: report.section(o).note for o in outcomes}
+    for said in ("width 8 instead of 64", "images 2,000 instead of 50,000", "batch 50 instead of 100", "T 40 instead of 500"):
+        assert said in notes["fig5b"]
+    assert "width 8 instead of 64" in notes["fig5a"]
+    assert "T 40" not in notes["fig5a"]
+    assert "batches of statistics before training 20 instead of 50" in notes["figj17"]
+    assert "hidden layers 500-250-125-30 instead of 1000-500-250-30" in notes["figj20a"]
+    assert all("2,000 test images" in notes[id_] for id_ in ("fig5b", "figj16a", "figj17"))
+    schedule = dict(networks.RUNS["amortised"](REDUCED, "")[networks.FOOF_OFTEN].base.options)
+    assert ("gathers in every step" in notes["amortised"]) == (schedule["S"] == schedule["T"])
+
+
+def test_answers_of_the_convolutional_half_say_their_scale(outcomes):
+    for answer in answers(outcomes):
+        assert answer.parts
+        assert all(setting.endswith(", reduced") for setting, _ in answer.parts)
+
+
+def test_the_paper_s_own_curves_do_not_refute_its_claims():
+    """Of every claim of the paper on losses over steps: the last tenth of the published curves lies where the rule wants the ratio, but
+    for the empirical Fisher, which on MNIST is better than equal, and in one of its two settings on CURVES worse."""
+    against = set()
+    for claim in (*CONVOLUTIONS, *AUTOENCODERS):
+        ends = {s.label: end_of(s) for p in published.panels(claim.experiment, "") for s in p.series}
+        conditions = claim.rule.rules if isinstance(claim.rule, All) else (claim.rule,)
+        for c in conditions:
+            if claim.about == "paper" and {c.a.quantity, c.b.quantity} <= {"loss", "averaged_loss"} and set(c.needs) <= set(ends):
+                ratio = ends[c.b.label] / ends[c.a.label]
+                against |= set() if c.low <= ratio <= c.high else {claim.id}
+    assert against == {"mnist-empirical"}
+
+
+def end_of(series):
+    """The mean over the last tenth of the steps of a published curve."""
+    return np.mean([y for x, y in zip(series.x, series.y, strict=True) if x > 0.9 * series.x[-1]])
 
 
 def test_what_stands_in_for_data_that_is_not_embedded_is_named():
@@ -331,14 +396,8 @@ def test_settings_of_the_paper_s_size_are_the_paper_s():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("figure", "label"), [("fig5b", FOOF), ("fig5c", SGD), ("figj17", "SGD + momentum, batch B"), ("figj20a", KFAC)])
-def test_a_few_steps_of_the_paper_s_size(figure, label, monkeypatch, tmp_path):
+def test_a_few_steps_of_the_paper_s_size(figure, label, cifar):
     """At full width, on images made up, in small batches."""
-    monkeypatch.setenv("FOOF_DATA", str(tmp_path))
-    load.cache_clear()
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 3072), dtype=np.uint8)
-    (tmp_path / "cifar-10-batches-bin").mkdir()
-    for name in ("data_batch_1", "test_batch"):
-        np.concatenate([np.arange(8, dtype=np.uint8)[:, None], pixels], 1).tofile(tmp_path / "cifar-10-batches-bin" / f"{name}.bin")
     search = networks.RUNS[figure](PAPER, "")[label]
     options = {**dict(search.grid[0].options), "initialise": 1} if search.grid[0].damping else dict(search.grid[0].options)
     codes = search.base.model == "autoencoder"
@@ -347,7 +406,6 @@ def test_a_few_steps_of_the_paper_s_size(figure, label, monkeypatch, tmp_path):
     record = run(setting)
     assert record.status == "finished"
     assert all(math.isfinite(x) for x in record.series["loss"])
-    load.cache_clear()
 
 
 def test_time_is_planned_for_networks_too():

@@ -343,7 +343,7 @@ def test_published_curves_are_compared_in_the_paper_s_way():
     assert RELEASED in {s.label for s in published.panels("fig3a", "mnist")[0].series}
 
 
-@pytest.mark.parametrize("preset", [QUICK, PAPER], ids=["quick", "paper"])
+@pytest.mark.parametrize("preset", [QUICK, PRESETS["reduced"], PAPER], ids=["quick", "reduced", "paper"])
 def test_committed_records_belong_to_their_preset(preset):
     """Each dump in the package is of settings its preset asks for, and redraws its report."""
     outcomes = report.recalled(list(experiments_of(preset).values()), preset, committed(preset))

@@ -1,5 +1,5 @@
-"""Write what README and docs/study.md take from the committed records at the paper's scale: pictures, caption, findings; which verdicts
-changed and why; what is left to run."""
+"""Write what README and docs/study.md take from the committed records: pictures, caption, findings; which verdicts changed and why; what is
+left to run at the paper's scale; the convolutional half at the reduced one, beside the published curves."""
 
 import re
 from collections import Counter
@@ -13,20 +13,24 @@ from foof.study.paper.left import left, total
 from foof.study.paper.searches import FOOF_10
 from foof.study.paper.verdicts import Ruling, Verdict
 from foof.study.search.presets import PRESETS
-from foof.study.show.drawings import Curves, draw
+from foof.study.show.drawings import Curves, Map, draw
 from foof.study.show.headline import headline
 from foof.study.show.report import recalled
 from foof.study.show.scoreboard import groups, scoreboard_svg
-from foof.study.show.svg import curves_svg
+from foof.study.show.svg import curves_svg, side_by_side
 
 ROOT = Path(__file__).parents[1]
 PICTURE, BOARD, README = ROOT / "docs/img/loss.svg", ROOT / "docs/img/scoreboard.svg", ROOT / "README.md"
-STUDY = ROOT / "docs/study.md"
-PAPER = PRESETS["paper"]
+STUDY, SMALL = ROOT / "docs/study.md", ROOT / "docs/img/reduced.svg"
+PAPER, REDUCED = PRESETS["paper"], PRESETS["reduced"]
 
 
 def outcomes() -> list[Outcome]:
     return recalled(list(experiments_of(PAPER).values()), PAPER, committed(PAPER))
+
+
+def reduced_outcomes() -> list[Outcome]:
+    return recalled(list(experiments_of(REDUCED).values()), REDUCED, committed(REDUCED))
 
 
 def block(name: str) -> re.Pattern[str]:
@@ -75,20 +79,31 @@ def findings(found: list[Outcome]) -> str:
         f"Judged at the paper's scale so far: {counts}.", "",
         *(f"- *{a.question}* {_decides(a)}" for a in answers(found)),
         f"- {top.sentence}",
-        *reduced(),
+        *reduced(reduced_outcomes()),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
-def reduced() -> list[str]:
+def beside_published(there: list[Outcome]) -> str:
+    """Each figure of the convolutional half whose curves have all been run, and its first published panel to its right."""
+    panels = []
+    for o in there:
+        drawn = [d for d in draw(o) if not isinstance(d, Map)]
+        theirs = next((d for d in drawn if d.heading.startswith("Published")), None)
+        if isinstance(drawn[0] if drawn else None, Curves) and theirs and o.found.keys() == o.experiment.searches(REDUCED).keys():
+            title = f"{o.experiment.where}: {o.experiment.title} ({REDUCED.mark})"
+            panels += [replace(drawn[0], heading=title).svg(), theirs.svg()]
+    return side_by_side({f"{i}": panel for i, panel in enumerate(panels)}, titled=False)
+
+
+def reduced(there: list[Outcome]) -> list[str]:
     """What the convolutional half says where it has been run: at a reduced scale."""
-    preset = PRESETS["reduced"]
-    there = recalled(list(experiments_of(preset).values()), preset, committed(preset))
     if not there:
         return []
     counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(_verdicts(there)))
     said = " ".join(f"*{a.question}* {a.sentence}" for a in answers(there) if a.ruling is not Ruling.NOT_RUN)
-    return [f"- Convolutional networks and autoencoders (Fig. 5, Figs. J.12–J.22), at a reduced scale alone: {counts}. {said}"]
+    beside = "[beside the published curves](docs/study.md#the-convolutional-half)"
+    return [f"- Convolutional networks and autoencoders (Fig. 5, Figs. J.12–J.22), at a reduced scale alone, {beside}: {counts}. {said}"]
 
 
 def _decides(answer: Answer) -> str:
@@ -123,6 +138,7 @@ if __name__ == "__main__":
     found = outcomes()
     PICTURE.write_text(picture(found), encoding="utf-8")
     BOARD.write_text(board(found), encoding="utf-8")
+    SMALL.write_text(beside_published(reduced_outcomes()), encoding="utf-8")
     for page, blocks in BLOCKS.items():
         text = page.read_text(encoding="utf-8")
         for name, write in blocks.items():

@@ -78,7 +78,8 @@ class Data:
 
     @property
     def classes(self) -> int:
-        return int(self.train_y.max()) + 1
+        """Of all records: a small part to train on may lack some."""
+        return int(max(self.train_y.max(), self.test_y.max())) + 1
 
 
 def _read_mnist(folder: Path) -> tuple[Pair, Pair]:
@@ -136,7 +137,7 @@ def _kept(path: Path, make: Callable[[], tuple[Pair, Pair]]) -> tuple[Pair, Pair
     try:
         with path.open("rb") as file, np.load(file) as kept:
             return (kept["train_x"], kept["train_y"]), (kept["test_x"], kept["test_y"])
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
         train, test = make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -289,9 +290,10 @@ class Found:
 
 
 def there(name: str) -> bool:
-    """Can a data set be had without the network: are there files of it, or is it made of nothing?"""
+    """Can a data set be had without the network: are there files of it, whole ones, or is it made of nothing?"""
     spec = _spec(name)
-    return not spec.remotes or (name == "fashion-mnist" and DEBIAN.exists()) or any((data_folder() / spec.folder).glob("*"))
+    arrived = (path.suffix != ".part" for path in (data_folder() / spec.folder).glob("*"))
+    return not spec.remotes or (name == "fashion-mnist" and DEBIAN.exists()) or any(arrived)
 
 
 def available() -> list[Found]:

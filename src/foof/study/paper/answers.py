@@ -84,6 +84,12 @@ def _ratio(measured: Measured) -> str:
     return f"{losses.replace('; ', ' against ')}, a ratio of {rest}"
 
 
+def _where(c: Comparison, there: dict[str, Outcome]) -> str:
+    """In which setting, and, where that is smaller than the paper's, that it is."""
+    mark = there[c.experiment].experiment.mark(there[c.experiment].preset)
+    return f"{c.setting}, {mark}" if mark else c.setting
+
+
 def answers(outcomes: Sequence[Outcome]) -> list[Answer]:
     """The answers that these outcomes give. What lacks runs is named where they are asked for; of the convolutional half, what was run."""
     there = {o.experiment.id: o for o in outcomes}
@@ -91,7 +97,7 @@ def answers(outcomes: Sequence[Outcome]) -> list[Answer]:
     for question in QUESTIONS:
         asked = [(c, c.measured(there)) for c in question.comparisons]
         wanted = {c for c in question.comparisons if c.experiment in there and not CATALOGUE[c.experiment].nets}
-        parts = tuple((c.setting, m) for c, m in asked if m.ruling is not Ruling.NOT_RUN or c in wanted)
+        parts = tuple((_where(c, there), m) for c, m in asked if m.ruling is not Ruling.NOT_RUN or c in wanted)
         ruling = next((m.ruling for _, m in parts if m.ruling is not Ruling.NOT_RUN), Ruling.NOT_RUN)
         found.append(Answer(question.text, ruling, parts))
     return found

@@ -149,9 +149,11 @@ class Rule(Protocol):
 
 
 def _both(a: Term, b: Term, found: Found, until: int | None) -> int | None:
-    """Curves of different lengths are compared where the shorter one ends."""
-    ends = {found[term.label].best.steps for term in (a, b)}
-    return until if len(ends) == 1 else min(*ends, until or min(ends))
+    """Curves of different lengths are compared where the shorter one ends; of different batch sizes, each at its own end, after as many
+    epochs."""
+    bests = [found[term.label].best for term in (a, b)]
+    ends = {best.steps for best in bests}
+    return until if len(ends) == 1 or len({best.batch_size for best in bests}) > 1 else min(*ends, until or min(ends))
 
 
 def _at(term: Term, until: int | None) -> str:

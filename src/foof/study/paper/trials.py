@@ -45,11 +45,3 @@ def _trials(o: Outcome, label: str, t: Tuned) -> Trials:
         sum(r.setting.steps >= t.best.steps for r in t.tried), t.grid_steps, t.on_edge,
         best + (f", momentum {momentum:g}" if momentum else ""), 0 if t.selecting else len(t.records),
     )  # fmt: skip
-
-
-def unequal(found: Sequence[Trials]) -> dict[str, set[int]]:
-    """The experiments in which some curves were given more trials than others, growth at edges aside."""
-    counts: dict[str, set[int]] = {}
-    for t in found:
-        counts.setdefault(t.experiment, set()).add(t.run)
-    return {id_: n for id_, n in counts.items() if len(n) > 1}

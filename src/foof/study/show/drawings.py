@@ -121,9 +121,9 @@ def _published_alone(figure: str, dataset: str, preset: Preset, y: str, log: boo
             for panel in published.panels(figure, dataset)]  # fmt: skip
 
 
-def _searched(found: Found) -> list[Drawing]:
+def _searched(found: Found, preset: Preset) -> list[Drawing]:
     grids = {label: t for label, t in found.items() if len(t.tried) > 1}
-    return [Map(grids)] if grids else []
+    return [Map(grids, _marked(Map.heading, preset))] if grids else []
 
 
 def losses(figure: str, dataset: str, found: Found, preset: Preset, series: str = "loss") -> list[Drawing]:
@@ -145,7 +145,7 @@ def losses(figure: str, dataset: str, found: Found, preset: Preset, series: str 
         heading = what + (", weights averaged" if series != "loss" else "") + (f", smoothed as in the paper ({keep:g})" if keep else "")
         heading = _marked(heading + (f", as in Fig. {panel.name}" if len(panels) > 1 and panel else ""), preset)
         drawn.append(Curves(heading, curves, _behind(panel) if preset.centred else []))
-    return [*drawn, *_published_alone(figure, dataset, preset, "training loss"), *_searched(found)]
+    return [*drawn, *_published_alone(figure, dataset, preset, "training loss"), *_searched(found, preset)]
 
 
 def averaged(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:

@@ -153,7 +153,7 @@ def facts(outcomes: Sequence[Outcome], preset: Preset) -> dict[str, str]:
     said: dict[str, str] = {"preset": f"{preset.name}: {preset.about}", "runs": f"{len(records)}"}
     if records:
         said["training time"] = f"{sum(r.cost['seconds'] for r in records) / 60:.1f} minutes on one core, shared with others"
-        for name in ("foof", "source", "torch", "python", "processor", "data", "train_records"):
+        for name in ("foof", "source", "torch", "python", "processor", "data", "train_records", "test_records"):
             values = sorted({str(r.environment.get(name, "")) for r in records} - {""})
             said[name.replace("_", " ")] = ", ".join(values) or "unknown"
     return said

@@ -128,11 +128,11 @@ def _labels(curves: Sequence[Curve], x: float, scale: Scale) -> list[str]:
     return out
 
 
-def side_by_side(panels: Mapping[str, str], columns: int = 2) -> str:
-    """The panels A, B, ... of one figure in one file."""
+def side_by_side(panels: Mapping[str, str], columns: int = 2, titled: bool = True) -> str:
+    """The panels A, B, ... of one figure in one file, their letters with them if `titled`."""
     places = [(WIDTH * (i % columns), HEIGHT * (i // columns)) for i in range(len(panels))]
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * min(columns, len(panels))} {places[-1][1] + HEIGHT}">']
     for (x, y), (letter, panel) in zip(places, panels.items(), strict=True):
         placed = panel.replace("<svg ", f'<svg x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" ', 1)
-        parts += [placed, f'<text class="title" x="{x + 16}" y="{y + 24}">{letter}</text>']
+        parts += [placed, *([f'<text class="title" x="{x + 16}" y="{y + 24}">{letter}</text>'] if titled else [])]
     return "\n".join([*parts, "</svg>", ""])

@@ -97,7 +97,8 @@ def run(
     where = {"device": torch.cuda.get_device_name(place)} if place.type == "cuda" else {}
     return Record(
         setting, "diverged" if log.diverged else "finished", log.series, final, cost,
-        {**environment(), "threads": threads, "data": train.source, "train_records": len(train.train_y), **where},
+        {**environment(), "threads": threads, "data": train.source, "train_records": len(train.train_y),
+         "test_records": len(train.test_y), **where},
     )  # fmt: skip
 
 
