@@ -163,8 +163,6 @@ AT_HAND = {  # what the records of the preset reduced are of
     "svhn": f"{IN_PARTS}, drawn at random, and cropped from whole numbers once more, to within 1/255 of the official crops.",
 }
 ONLY_REDUCED = {
-    "fig5b": "Trials are compared at step 80, where losses are hardly below log 10, by one mini-batch: what would end lower may be passed "
-    "over. FOOF at (1, 10), third of its trials there, ends at 1.45 with the seed that selects, below the 1.79 of what was chosen.",
     "amortised": "Half of T is less than five times S here: the schedule that inverts more often gathers in every step.",
     **dict.fromkeys(("figj17", "figj18"), "All four batch sizes are a quarter of the paper's. With the largest a run is so short that FOOF "
                     "and KFAC invert only three times in it."),
