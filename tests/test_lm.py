@@ -36,18 +36,25 @@ def names():
 def test_every_method_learns(lm, method):
     if method in PEERS:
         pytest.importorskip("pytorch_optimizer")
-    record = lm.recorded(method, "tiny", lm.METHODS[method].lrs[1], 25, 0)
+    record = lm.recorded(method, "tiny", lm.METHODS[method].lrs[1], lm.METHODS[method].knob.usual, 25, 0)
     assert record["curve"][-1][0] == 25
     assert record["validation"] < record["curve"][0][2] < 5.6  # log 256 = 5.55
     assert json.loads(lm.RECORDS.read_text()) == record
 
 
 def test_a_run_that_is_recorded_is_not_run_again(lm, monkeypatch):
-    first = lm.recorded("Muon on neurons", "tiny", 0.02, 4, 0)
-    again = lm.train("Muon on neurons", "tiny", 0.02, 4, 0)
+    first = lm.recorded("Muon on neurons", "tiny", 0.02, 0.1, 4, 0)
+    again = lm.train("Muon on neurons", "tiny", 0.02, 0.1, 4, 0)
     assert (again["validation"], again["training"]) == (first["validation"], first["training"])  # and a run is reproducible
     monkeypatch.setattr(lm, "train", None)
-    assert lm.recorded("Muon on neurons", "tiny", 0.02, 4, 0) == first
+    assert lm.recorded("Muon on neurons", "tiny", 0.02, 0.1, 4, 0) == first
+
+
+def write(lm, method, seed, loss, ridge=0.1):
+    record = {"method": method, "size": "small", "steps": 1000, "lr": 0.02, "knob": {"ridge": ridge}, "seed": seed, "validation": loss,
+              "seconds": 1.0}  # fmt: skip
+    with lm.RECORDS.open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -56,37 +63,40 @@ def test_a_run_that_is_recorded_is_not_run_again(lm, monkeypatch):
 def test_the_rule_for_a_win(lm, gains, wins):
     for seed, gain in enumerate(gains):
         for method, loss in (("Muon", 1.6 + 0.1 * seed), ("Muon on neurons", 1.6 + 0.1 * seed - gain)):
-            record = {"method": method, "size": "small", "steps": 1000, "lr": 0.02, "seed": seed, "validation": loss, "seconds": 1.0}
-            with lm.RECORDS.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            write(lm, method, seed, loss)
     verdict = list(lm.verdicts("small", lm.RECORDS))[-1]
     assert verdict.endswith("below, by the rule.") == wins
     assert f"{len(gains)} seeds" in verdict
 
 
-def test_the_search_goes_one_beyond_an_edge(lm, monkeypatch):
-    losses = {0.005: 2.0, 0.01: 1.0, 0.02: 1.1, 0.04: None}
-    monkeypatch.setattr(lm, "recorded", lambda method, size, lr, steps, seed: {"validation": losses[lr]})
-    assert lm.selected("Muon", "tiny", 10) == 0.01
+def test_the_search_goes_one_beyond_an_edge_and_then_turns_the_knob(lm, monkeypatch):
+    losses, better = {0.005: 2.0, 0.01: 1.0, 0.02: 1.1, 0.04: None}, {0.95: 0.0, 0.9: 0.1, 0.98: 0.2}
+    monkeypatch.setattr(lm, "recorded", lambda method, size, lr, knob, steps, seed: {"validation": losses[lr] and losses[lr] + better[knob]})
+    assert lm.selected("Muon", "tiny", 10) == (0.01, 0.95)
     losses.update({0.01: 3.0, 0.04: 0.5, 0.08: 0.4})
-    assert lm.selected("Muon", "tiny", 10) == 0.08
+    better[0.98] = -0.1
+    assert lm.selected("Muon", "tiny", 10) == (0.08, 0.98)
 
 
-def test_a_race_takes_the_fraction_and_all_of_the_steps(lm, capsys):
-    lm.race(["foof.Muon", "Muon"], "tiny", 10, 0.8, 0.02, 0)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("foof.Muon: 8 steps, ")
-    assert said[1].startswith("Muon: 10 steps, ")
-    assert said[2].startswith("steps 0.800, seconds ")
+def test_a_race_takes_the_fraction_and_all_of_the_steps(lm, monkeypatch, tmp_path):
+    monkeypatch.setattr(lm, "RACES", tmp_path / "races.jsonl")
+    record = lm.race({"foof.Muon": (0.02, 0.1), "Muon": (0.02, 0.95)}, "tiny", 10, 0.8, 0)
+    assert [(run["method"], run["steps"], run["knob"]) for run in record["runs"]] == [
+        ("foof.Muon", 8, {"damping": 0.1}), ("Muon", 10, {"momentum": 0.95})
+    ]  # fmt: skip
+    assert "| foof.Muon | 8 | " in lm.races(lm.RACES)
+    assert " | 0.80 | " in lm.races(lm.RACES)
 
 
 def test_variants_are_compared_on_the_same_seeds(lm):
-    for method, losses in (("Muon on neurons", (2.0, 2.2)), ("Muon on neurons, ridge 1", (2.1,)), ("Muon", (2.3, 2.4))):
+    for method, losses in (("Muon on neurons", (2.0, 2.2)), ("Muon on neurons, T = 64", (2.1,)), ("Muon", (2.3, 2.4))):
         for seed, loss in enumerate(losses):
-            record = {"method": method, "size": "small", "steps": 1000, "lr": 0.02, "seed": seed, "validation": loss, "seconds": 1.0}
-            with lm.RECORDS.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            write(lm, method, seed, loss)
+    write(lm, "Muon on neurons", 100, 2.5)  # the trial that has chosen
+    write(lm, "Muon on neurons", 0, 2.05, ridge=1.0)
     said = lm.ablations("small", lm.RECORDS)
-    assert "| Muon on neurons, ridge 1 | 1 | 2.1000 | +0.1000 |" in said
+    assert "| Muon on neurons, T = 64 | 1 | 2.1000 | +0.1000 |" in said
+    assert "| Muon on neurons, ridge 1 | 1 | 2.0500 | +0.0500 |" in said
     assert "| Muon | 2 |" in said
-    assert "ridge" not in lm.table("small", lm.RECORDS)
+    assert "T = 64" not in lm.table("small", lm.RECORDS)
+    assert "ridge 1 |" not in lm.table("small", lm.RECORDS)

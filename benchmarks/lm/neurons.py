@@ -44,9 +44,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __init__(self, layers: dict[str, nn.Linear], rule: str, on_neurons: Callable[[str], bool], lr: float, weight_decay: float = 0.01,
                  ridge: float = 0.1, power: float = -1.0, T: int = 16, feeds: int = 2, ema: float = 0.9, stride: int = 1,
-                 where: str = "momentum", square: bool = False) -> None:  # fmt: skip
+                 where: str = "momentum", square: bool = False, momentum: float = 0.95) -> None:  # fmt: skip
         super().__init__([layer.weight for layer in layers.values()], {"lr": lr, "weight_decay": weight_decay})
         self.rule, self.ridge, self.power, self.T, self.feeds, self.where, self.square = rule, ridge, power, T, feeds, where, square
+        self.momentum = momentum
         chosen = [layer for name, layer in layers.items() if on_neurons(name)]
         self.moments = {layer.weight: InputMoments(layer, ema, stride) for layer in chosen}
         self.offset = {layer.weight: k * T // len(chosen) for k, layer in enumerate(chosen)}
@@ -89,8 +90,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self.rule == "muon":
             buffer = state.setdefault("buffer", torch.zeros_like(p))
             if turned is not None and self.where == "gradient":
-                return rules.muon_update(buffer, p.grad @ turned)
-            return rules.muon_update(buffer, p.grad, turned)
+                return rules.muon_update(buffer, p.grad @ turned, momentum=self.momentum)
+            return rules.muon_update(buffer, p.grad, turned, self.momentum)
         first, second = (state.setdefault(name, torch.zeros_like(p)) for name in ("first", "second"))
         return rules.adam_in_basis(first, second, p.grad, turned, self.t + 1)
 

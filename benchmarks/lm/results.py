@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RECORDS = Path(__file__).with_name("records.jsonl")
+RECORDS, RACES = Path(__file__).with_name("records.jsonl"), Path(__file__).with_name("races.jsonl")
+OF = "Muon on neurons"  # what ablations are of
 SEEDS = (0, 1, 2, 3, 4)  # those that are reported; learning rates are chosen on another
 PAIRS = (("Muon on neurons", "Muon"), ("AdamW in the eigenbasis", "AdamW"))
 QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # t, 97.5 %, n − 1 degrees
@@ -22,12 +23,33 @@ def records(file: Path = RECORDS) -> list[Record]:
 
 
 def reported(size: str, file: Path = RECORDS) -> Runs:
-    """The runs of a size on the seeds that are reported, in the order of their steps and losses."""
-    runs: Runs = {}
+    """The runs of a size on the seeds that are reported, in the order of their steps and losses.
+
+    Of a method those at the setting that its trials have chosen count; at another value of the knob they are variants of it.
+    """
+    runs, chosen = Runs(), selected(size, file)
     for r in records(file):
         if r["size"] == size and r["seed"] in SEEDS and r["validation"] is not None:
-            runs.setdefault((r["method"], r["steps"]), {})[r["seed"]] = r
+            lr, knob = chosen.get(r["method"], (r["lr"], r["knob"]))
+            name = r["method"] if r["knob"] == knob else f"{r['method']}, {said(r['knob'])}"
+            if r["lr"] == lr:
+                runs.setdefault((name, r["steps"]), {})[r["seed"]] = r
     return dict(sorted(runs.items(), key=lambda item: (item[0][1], statistics.mean(r["validation"] for r in item[1].values()))))
+
+
+def selected(size: str, file: Path = RECORDS) -> dict[str, tuple[float, dict[str, float]]]:
+    """Of each method that has trials, the learning rate and knob of the best: all trials are of the same seed and as long."""
+    best: dict[str, Record] = {}
+    for r in records(file):
+        if r["size"] == size and r["seed"] not in SEEDS and r["validation"] is not None:
+            if r["method"] not in best or r["validation"] < best[r["method"]]["validation"]:
+                best[r["method"]] = r
+    return {name: (r["lr"], r["knob"]) for name, r in best.items()}
+
+
+def said(knob: dict[str, float]) -> str:
+    """``ridge 0.02``."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in knob.items())
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -38,24 +60,28 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def is_ablation(method: str) -> bool:
-    """Of Muon on neurons: these run at its learning rate, some on one seed only."""
+    """Of Muon on neurons: these run at its setting but for what they vary, some on few seeds."""
     return (method.startswith("Muon on neurons, ") and "head" not in method) or method == "Muon, neuron gradients into momentum"
 
 
 def table(size: str, file: Path = RECORDS) -> str:
-    """Per method and number of steps: seeds, loss with its interval, seconds per step, the learning rate and those tried for it."""
-    tried: dict[str, set[float]] = {}
+    """Per method and number of steps: seeds, loss with its interval, seconds per step, learning rate and knob, and what was tried."""
+    tried: dict[str, list[Record]] = {}
     for r in records(file):
         if r["size"] == size and r["seed"] not in SEEDS:
-            tried.setdefault(r["method"], set()).add(r["lr"])
-    lines = [f"| method | steps | seeds | validation loss (nats per byte) | CPU ms per step | lr | lr tried |\n|{'---|' * 7}"]
+            tried.setdefault(r["method"], []).append(r)
+    head = ("method", "steps", "seeds", "validation loss (nats per byte)", "CPU ms per step", "lr", "knob", "trials", "lr tried", "knob tried")
+    lines = [f"| {' | '.join(head)} |\n|{'---|' * len(head)}"]
     for (name, steps), by_seed in reported(size, file).items():
-        if not is_ablation(name):
+        if not is_ablation(name) and name == next(iter(by_seed.values()))["method"]:
             seconds = statistics.mean(r["seconds"] / r["steps"] for r in by_seed.values())
-            lrs = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in by_seed.values()}))
-            others = ", ".join(f"{lr:g}" for lr in sorted(tried.get(name, ()))) or "none"
+            first, trials = next(iter(by_seed.values())), tried.get(name, [])
+            lrs = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in trials}))
+            knobs = ", ".join(f"{value:g}" for value in sorted({value for r in trials for value in r["knob"].values()}))
             losses = [r["validation"] for r in by_seed.values()]
-            lines.append(f"| {name} | {steps:,} | {len(by_seed)} | {spread(losses)} | {1000 * seconds:.0f} | {lrs} | {others} |")
+            cells = (name, f"{steps:,}", len(by_seed), spread(losses), f"{1000 * seconds:.0f}", f"{first['lr']:g}", said(first["knob"]),
+                     len(trials), lrs, knobs)  # fmt: skip
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -65,7 +91,7 @@ def spread(values: list[float], sign: str = "") -> str:
     return f"{mean:{sign}.4f} ± {half:.4f}" if len(values) > 1 else f"{mean:{sign}.4f}"
 
 
-def ablations(size: str, file: Path = RECORDS, of: str = "Muon on neurons") -> str:
+def ablations(size: str, file: Path = RECORDS, of: str = OF) -> str:
     """Per variant: its loss, and how far it is above (+) or below (−) what it is a variant of, on the same seeds."""
     runs = reported(size, file)
     lines = [f"| variant | seeds | validation loss | against {of}, same seeds |\n|{'---|' * 4}"]
@@ -104,6 +130,21 @@ def _fractions(runs: Runs, a: str, b: str, steps: int) -> Iterator[str]:
             yield f"{a} with {fewer / steps:.2f} of {b}'s {steps:,} steps: {mean:.4f} against {goal:.4f}: {reached}."
 
 
+def races(file: Path = RACES) -> str:
+    """Runs of two methods that took turns in one process, each with its own number of steps: losses, and CPU seconds to them."""
+    head = ("parameters", "seed", "method", "steps", "validation loss", "CPU s", "method", "steps", "validation loss", "CPU s", "steps, ratio",
+            "seconds, ratio")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |\n|{'---|' * len(head)}"]
+    for race in records(file):
+        a, b = race["runs"]
+        cells = [f"{race['parameters'] / 1e6:.2f} M", race["seed"]]
+        for run in (a, b):
+            cells += [run["method"], f"{run['steps']:,}", f"{run['validation']:.4f}", f"{run['seconds']:.0f}"]
+        cells += [f"{a['steps'] / b['steps']:.2f}", f"{a['seconds'] / b['seconds']:.3f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
 COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
 
 
@@ -111,7 +152,7 @@ def curves(size: str, file: Path = RECORDS, width: int = 640, height: int = 360)
     """Mean validation loss over seeds against steps, of the longest runs, as an SVG; the best is on top of the legend."""
     runs = reported(size, file)
     longest = max((steps for _, steps in runs), default=0)
-    means = {name: _mean_curve(by_seed) for (name, steps), by_seed in runs.items() if steps == longest and not is_ablation(name)}
+    means = {name: _mean_curve(by_seed) for (name, steps), by_seed in runs.items() if steps == longest and not is_ablation(name) and name == next(iter(by_seed.values()))["method"]}
     points = [loss for curve in means.values() for _, loss in curve[1:]]
     if not points:
         return ""
