@@ -71,7 +71,8 @@ def test_the_rule_for_a_win(lm, gains, wins):
 
 def test_the_search_goes_one_beyond_an_edge_and_then_turns_the_knob(lm, monkeypatch):
     losses, better = {0.005: 2.0, 0.01: 1.0, 0.02: 1.1, 0.04: None}, {0.95: 0.0, 0.9: 0.1, 0.98: 0.2}
-    monkeypatch.setattr(lm, "recorded", lambda method, size, lr, knob, steps, seed: {"validation": losses[lr] and losses[lr] + better[knob]})
+    trial = lambda method, size, lr, knob, steps, seed: {"validation": losses[lr] and losses[lr] + better[knob]}  # noqa: E731
+    monkeypatch.setattr(lm, "recorded", trial)
     assert lm.selected("Muon", "tiny", 10) == (0.01, 0.95)
     losses.update({0.01: 3.0, 0.04: 0.5, 0.08: 0.4})
     better[0.98] = -0.1

@@ -41,9 +41,9 @@ def selected(size: str, file: Path = RECORDS) -> dict[str, tuple[float, dict[str
     """Of each method that has trials, the learning rate and knob of the best: all trials are of the same seed and as long."""
     best: dict[str, Record] = {}
     for r in records(file):
-        if r["size"] == size and r["seed"] not in SEEDS and r["validation"] is not None:
-            if r["method"] not in best or r["validation"] < best[r["method"]]["validation"]:
-                best[r["method"]] = r
+        is_trial = r["size"] == size and r["seed"] not in SEEDS and r["validation"] is not None
+        if is_trial and r["validation"] < best.get(r["method"], {"validation": math.inf})["validation"]:
+            best[r["method"]] = r
     return {name: (r["lr"], r["knob"]) for name, r in best.items()}
 
 
@@ -70,10 +70,10 @@ def table(size: str, file: Path = RECORDS) -> str:
     for r in records(file):
         if r["size"] == size and r["seed"] not in SEEDS:
             tried.setdefault(r["method"], []).append(r)
-    head = ("method", "steps", "seeds", "validation loss (nats per byte)", "CPU ms per step", "lr", "knob", "trials", "lr tried", "knob tried")
-    lines = [f"| {' | '.join(head)} |\n|{'---|' * len(head)}"]
+    of_trials = ("lr", "knob", "trials", "lr tried", "knob tried")
+    lines = [_head("method", "steps", "seeds", "validation loss (nats per byte)", "CPU ms per step", *of_trials)]
     for (name, steps), by_seed in reported(size, file).items():
-        if not is_ablation(name) and name == next(iter(by_seed.values()))["method"]:
+        if is_method(name, by_seed):
             seconds = statistics.mean(r["seconds"] / r["steps"] for r in by_seed.values())
             first, trials = next(iter(by_seed.values())), tried.get(name, [])
             lrs = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in trials}))
@@ -85,6 +85,15 @@ def table(size: str, file: Path = RECORDS) -> str:
     return "\n".join(lines)
 
 
+def _head(*titles: str) -> str:
+    return f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
+
+
+def is_method(name: str, by_seed: dict[int, Record]) -> bool:
+    """Neither an ablation nor a method at another value of its knob."""
+    return not is_ablation(name) and name == next(iter(by_seed.values()))["method"]
+
+
 def spread(values: list[float], sign: str = "") -> str:
     """Mean, and the half-width of its interval where there is one."""
     mean, half = interval(values)
@@ -94,7 +103,7 @@ def spread(values: list[float], sign: str = "") -> str:
 def ablations(size: str, file: Path = RECORDS, of: str = OF) -> str:
     """Per variant: its loss, and how far it is above (+) or below (−) what it is a variant of, on the same seeds."""
     runs = reported(size, file)
-    lines = [f"| variant | seeds | validation loss | against {of}, same seeds |\n|{'---|' * 4}"]
+    lines = [_head("variant", "seeds", "validation loss", f"against {of}, same seeds")]
     for (name, steps), by_seed in runs.items():
         base = runs.get((of, steps), {})
         if is_ablation(name) or name == "Muon":
@@ -132,9 +141,8 @@ def _fractions(runs: Runs, a: str, b: str, steps: int) -> Iterator[str]:
 
 def races(file: Path = RACES) -> str:
     """Runs of two methods that took turns in one process, each with its own number of steps: losses, and CPU seconds to them."""
-    head = ("parameters", "seed", "method", "steps", "validation loss", "CPU s", "method", "steps", "validation loss", "CPU s", "steps, ratio",
-            "seconds, ratio")  # fmt: skip
-    lines = [f"| {' | '.join(head)} |\n|{'---|' * len(head)}"]
+    of_each = ("method", "steps", "validation loss", "CPU s")
+    lines = [_head("parameters", "seed", *of_each, *of_each, "steps, ratio", "seconds, ratio")]
     for race in records(file):
         a, b = race["runs"]
         cells = [f"{race['parameters'] / 1e6:.2f} M", race["seed"]]
@@ -152,7 +160,7 @@ def curves(size: str, file: Path = RECORDS, width: int = 640, height: int = 360)
     """Mean validation loss over seeds against steps, of the longest runs, as an SVG; the best is on top of the legend."""
     runs = reported(size, file)
     longest = max((steps for _, steps in runs), default=0)
-    means = {name: _mean_curve(by_seed) for (name, steps), by_seed in runs.items() if steps == longest and not is_ablation(name) and name == next(iter(by_seed.values()))["method"]}
+    means = {name: _mean_curve(by_seed) for (name, steps), by_seed in runs.items() if steps == longest and is_method(name, by_seed)}
     points = [loss for curve in means.values() for _, loss in curve[1:]]
     if not points:
         return ""

@@ -160,9 +160,10 @@ def race(settings: dict[str, tuple[float, float]], size: str, steps: int, fracti
             while training.done * steps < step * training.steps:
                 training.step()
     each = [
-        {"method": name, "lr": lr, "knob": named(name, knob), "steps": run.done, "seconds": round(run.seconds, 3), "validation": validate(run, held_out)}
+        {"method": name, "lr": lr, "knob": named(name, knob), "steps": run.done, "seconds": round(run.seconds, 3),
+         "validation": validate(run, held_out)}
         for (name, (lr, knob)), run in zip(settings.items(), runs, strict=True)
-    ]
+    ]  # fmt: skip
     record = {"size": size, "seed": seed, "runs": each, "parameters": parameters(runs[0].model), "torch": torch.__version__}
     with RACES.open("a") as file:
         file.write(json.dumps(record) + "\n")
