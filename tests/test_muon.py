@@ -99,7 +99,7 @@ class Twin:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-def muon_twin(model, layers, data, T, S, ema, lr=0.02, ridge=0.1, power=-1.0, momentum=0.95, decay=0.1):
+def muon_twin(model, layers, data, T, S, ema, lr=0.02, ridge=0.1, power=-1.0, momentum=0.95, decay=0.1, stacked=None):
     def made(Sigma, old, state):
         mean = Sigma.trace() / len(Sigma)
         s, U = torch.linalg.eigh(Sigma / mean + ridge * torch.eye(len(Sigma), dtype=Sigma.dtype))
@@ -108,8 +108,9 @@ def muon_twin(model, layers, data, T, S, ema, lr=0.02, ridge=0.1, power=-1.0, mo
     def update(weight, P, state, t):
         state["B"] = momentum * state.get("B", 0) + (1 - momentum) * weight.grad
         M = momentum * state["B"] + (1 - momentum) * weight.grad
-        n, m = weight.shape
-        weight.mul_(1 - lr * decay).sub_(lr * max(1, n / m) ** 0.5 * orthogonalised(M @ P))
+        parts = M.chunk(stacked["up"] if stacked and weight is model.up.weight else 1)
+        n, m = parts[0].shape
+        weight.mul_(1 - lr * decay).sub_(lr * max(1, n / m) ** 0.5 * torch.cat([orthogonalised(part @ P) for part in parts]))
 
     twin = Twin(model, layers, T, S, ema)
     return twin.train(data, torch.optim.AdamW(twin.others, lr=3e-3, betas=(0.9, 0.95), weight_decay=decay), update, made)
@@ -135,6 +136,7 @@ def adamw_twin(model, layers, data, T, S, ema, lr=3e-3, decay=0.1):
 RULES = {
     "muon": (foof.Muon, muon_twin, ["up", "down"], {}),
     "muon, power -1/2": (foof.Muon, muon_twin, ["up", "down"], {"power": -0.5}),
+    "muon, stacked": (foof.Muon, muon_twin, ["up", "down"], {"stacked": {"up": 2}}),
     "adamw": (foof.AdamW, adamw_twin, ["up", "down"], {}),
 }
 
@@ -190,6 +192,21 @@ def test_the_output_layer_is_found_or_named():
     with pytest.raises(ValueError, match=r"no matrix inside it.*head=\[\]"):
         foof.Muon(nn.Linear(3, 4))
     assert len(foof.Muon(nn.Linear(3, 4), head=[]).preconditioner.blocks) == 1
+
+
+def test_stacked_matrices_are_named_by_their_layers():
+    attention = {name: nn.ModuleDict({"qkv": nn.Linear(4, 12)}) for name in "ab"}
+    model = nn.ModuleDict({**attention, "head": nn.Linear(4, 2)})
+    opt = foof.Muon(model, stacked={"qkv": 3})
+    assert {block.name: count for block, count in opt._stacked.items()} == {"a.qkv": 3, "b.qkv": 3}
+    opt.remove()
+    opt = foof.Muon(model, stacked={"b.qkv": 3})
+    assert [block.name for block in opt._stacked] == ["b.qkv"]
+    opt.remove()
+    for stacked, said in (({"head": 2}, "no layer that Muon steps is called 'head'"), ({"qkv": 5}, "outputs of a.qkv are not those of 5")):
+        with pytest.raises(ValueError, match=said):
+            foof.Muon(model, stacked=stacked)
+        assert not model.a.qkv._forward_hooks
 
 
 def test_convolutions_are_orthogonalised_as_matrices():

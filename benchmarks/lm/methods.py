@@ -37,9 +37,11 @@ class Method:
     make: Callable[[nn.Module, float, float], Optimizers]  # from a model, a learning rate, a value of the knob
     lrs: tuple[float, ...]
     knob: Knob
+    setting_of: str | None = None  # a variant has no trials of its own, but learning rate and knob of this method
 
 
-MOMENTUM, RIDGE, PERIOD = Knob("momentum", 0.95, (0.9, 0.98)), Knob("ridge", 0.1, (0.02, 0.005)), Knob("T", 16, (4, 64))
+MOMENTUM, RIDGE, PERIOD = Knob("momentum", 0.95, (0.9, 0.98)), Knob("ridge", 0.1, (0.02, 0.5)), Knob("T", 16, (4, 64))
+QKV = {"qkv": 3}  # one weight, three matrices
 
 
 def nowhere(name: str) -> bool:
@@ -63,17 +65,18 @@ def others(model: nn.Module, *taken: torch.optim.Optimizer) -> list[nn.Parameter
     return [p for p in model.parameters() if id(p) not in inside]
 
 
-def muon(on_neurons: Callable[[str], bool] = everywhere, knob: Knob = RIDGE, **options: Any) -> Method:
+def muon(on_neurons: Callable[[str], bool] = everywhere, knob: Knob = RIDGE, setting_of: str | None = "Muon on neurons",
+         **options: Any) -> Method:  # fmt: skip
     """Muon for the matrices of the blocks, AdamW for the others."""
 
     def make(model: nn.Module, lr: float, value: float) -> Optimizers:
         first = MatrixOptimizer(linears(model, ["blocks"]), "muon", on_neurons, lr, DECAY, **{knob.name: value, **options})
         return [first, adamw(others(model, first), OTHER_LR)]
 
-    return Method(make, MUON_LRS, knob)
+    return Method(make, MUON_LRS, knob, setting_of)
 
 
-def muon_with_head(on_neurons: Callable[[str], bool], knob: Knob) -> Method:
+def muon_with_head(on_neurons: Callable[[str], bool], knob: Knob, setting_of: str) -> Method:
     """Muon as it is, or on neurons, and the head by Adam in the eigenbasis of its inputs."""
 
     def make(model: nn.Module, lr: float, value: float) -> Optimizers:
@@ -81,17 +84,26 @@ def muon_with_head(on_neurons: Callable[[str], bool], knob: Knob) -> Method:
         head = MatrixOptimizer(linears(model, ["head"]), "adam", everywhere, OTHER_LR, DECAY)
         return [first, head, adamw(others(model, first, head), OTHER_LR)]
 
-    return Method(make, MUON_LRS, knob)
+    return Method(make, MUON_LRS, knob, setting_of)
 
 
-def adam_in_basis(on_neurons: Callable[[str], bool] = everywhere) -> Method:
+def library_muon(**options: Any) -> Method:
+    """The library's own, with T = 32 as it comes."""
+
+    def make(model: nn.Module, lr: float, damping: float) -> Optimizers:
+        return [foof.Muon(model, lr, damping, weight_decay=DECAY, **options)]
+
+    return Method(make, MUON_LRS, Knob("damping", 0.1, (0.02, 0.5)), "Muon on neurons")
+
+
+def adam_in_basis(on_neurons: Callable[[str], bool] = everywhere, setting_of: str | None = None) -> Method:
     """AdamW, in the eigenbasis of Σ for the linear layers named; embeddings and norms by AdamW at the same learning rate."""
 
     def make(model: nn.Module, lr: float, T: float) -> Optimizers:
         first = MatrixOptimizer(linears(model, ["blocks", "head"]), "adam", on_neurons, lr, DECAY, T=int(T))
         return [first, adamw(others(model, first), lr)]
 
-    return Method(make, ADAM_LRS, PERIOD)
+    return Method(make, ADAM_LRS, PERIOD, setting_of)
 
 
 def foof_(model: nn.Module, lr: float, damping: float) -> Optimizers:
@@ -119,13 +131,15 @@ def shampoo(model: nn.Module, lr: float, T: float) -> Optimizers:
 METHODS: dict[str, Method] = {
     "AdamW": Method(lambda model, lr, beta2: [adamw(model.parameters(), lr, beta2)], ADAM_LRS, Knob("beta2", 0.95, (0.99, 0.9))),
     "AdamW in the eigenbasis": adam_in_basis(),
-    "AdamW, head in the eigenbasis": adam_in_basis(ends("head")),
-    "Muon": muon(nowhere, MOMENTUM),
-    "Muon on neurons": muon(),
-    "Muon, head in the eigenbasis": muon_with_head(nowhere, MOMENTUM),
-    "Muon on neurons, head in the eigenbasis": muon_with_head(everywhere, RIDGE),
-    "foof.Muon": Method(lambda model, lr, damping: [foof.Muon(model, lr, damping, weight_decay=DECAY)], MUON_LRS,
-                        Knob("damping", 0.1, (0.02, 0.005))),  # the library's, T = 32
+    "AdamW, head in the eigenbasis": adam_in_basis(ends("head"), "AdamW in the eigenbasis"),
+    "Muon": muon(nowhere, MOMENTUM, None),
+    "Muon on neurons": muon(setting_of=None),
+    "Muon, q, k and v apart": muon(nowhere, MOMENTUM, "Muon", stacked=QKV),
+    "Muon on neurons, q, k and v apart": muon(stacked=QKV),
+    "Muon, head in the eigenbasis": muon_with_head(nowhere, MOMENTUM, "Muon"),
+    "Muon on neurons, head in the eigenbasis": muon_with_head(everywhere, RIDGE, "Muon on neurons"),
+    "foof.Muon": library_muon(),
+    "foof.Muon, q, k and v apart": library_muon(stacked=QKV),
     "foof.AdamW": Method(lambda model, lr, T: [foof.AdamW(model, lr, weight_decay=DECAY, T=int(T))], ADAM_LRS, Knob("T", 32, (8, 128))),
     "FOOF": Method(foof_, (0.01, 0.03, 0.1), Knob("damping", 0.1, (0.01, 1.0))),
     "SOAP": Method(soap, ADAM_LRS, Knob("precondition_frequency", 10, (3, 30))),

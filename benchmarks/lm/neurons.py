@@ -5,7 +5,7 @@ A forward pre-hook per layer accumulates ``Sigma``, the mean over tokens of ``a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class InputMoments:
 class MatrixOptimizer(torch.optim.Optimizer):
     """Muon's or AdamW's rule for the weights of linear layers, on neurons for those of them that `on_neurons` names.
 
+    stacked: how many matrices stand one above the other in the weights of layers of these names, as q, k and v do.
     square: of Σ only diagonal blocks no wider than the layer has outputs.
     where "momentum": the inverse stands between momentum and orthogonalisation; "gradient": before momentum.
     Refreshes are spread: layer k of K is due k T / K steps after the first, so that no step pays for all of them.
@@ -44,10 +45,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __init__(self, layers: dict[str, nn.Linear], rule: str, on_neurons: Callable[[str], bool], lr: float, weight_decay: float = 0.01,
                  ridge: float = 0.1, power: float = -1.0, T: int = 16, feeds: int = 2, ema: float = 0.9, stride: int = 1,
-                 where: str = "momentum", square: bool = False, momentum: float = 0.95) -> None:  # fmt: skip
+                 where: str = "momentum", square: bool = False, momentum: float = 0.95,
+                 stacked: Mapping[str, int] | None = None) -> None:  # fmt: skip
         super().__init__([layer.weight for layer in layers.values()], {"lr": lr, "weight_decay": weight_decay})
         self.rule, self.ridge, self.power, self.T, self.feeds, self.where, self.square = rule, ridge, power, T, feeds, where, square
         self.momentum = momentum
+        self.stacked = {layer.weight: (stacked or {}).get(name.rpartition(".")[2], 1) for name, layer in layers.items()}
         chosen = [layer for name, layer in layers.items() if on_neurons(name)]
         self.moments = {layer.weight: InputMoments(layer, ema, stride) for layer in chosen}
         self.offset = {layer.weight: k * T // len(chosen) for k, layer in enumerate(chosen)}
@@ -90,8 +93,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self.rule == "muon":
             buffer = state.setdefault("buffer", torch.zeros_like(p))
             if turned is not None and self.where == "gradient":
-                return rules.muon_update(buffer, p.grad @ turned, momentum=self.momentum)
-            return rules.muon_update(buffer, p.grad, turned, self.momentum)
+                return rules.muon_update(buffer, p.grad @ turned, momentum=self.momentum, stacked=self.stacked[p])
+            return rules.muon_update(buffer, p.grad, turned, self.momentum, stacked=self.stacked[p])
         first, second = (state.setdefault(name, torch.zeros_like(p)) for name in ("first", "second"))
         return rules.adam_in_basis(first, second, p.grad, turned, self.t + 1)
 

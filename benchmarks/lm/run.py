@@ -3,7 +3,9 @@
 Every method gets the same steps, initialisations and batches, a linear warm-up over 5 % of the steps and a cosine to a tenth of the
 learning rate, three learning rates to choose from (``methods.py``), where the best of them is at an edge one more beyond it, and at the
 best of these two more values of its main knob (Muon's momentum, AdamW's β₂, the ridge of neurons, how often a basis is renewed).
-They are chosen by the final validation loss of shorter runs on a seed that is not reported. Validation is on the same 128 windows
+They are chosen by the final validation loss of runs as long as those reported, on a seed that is not. (Until 2026-11-18 the trials
+were of 300 steps, which favour small ridges that lose in the end; those are in the records, and choose nothing.) Variants of a method
+(of its head, with q, k and v apart, ablations) have its learning rate and knob. Validation is on the same 128 windows
 always. All in float32 on one thread; seconds are CPU seconds of training alone.
 
 **The rule for a win**, written down before the runs: A is below B when, over at least five seeds that both ran, the mean of the
@@ -13,7 +15,7 @@ fraction f of the steps when A's runs of f times the steps (with a schedule of t
 Records are lines of ``records.jsonl``; a run that is there is not run again. Commands:
 
     select NAME ...      learning rate and knob of these methods
-    run NAME ...         the reported seeds, at what was selected; ablations at what was for the method they are of
+    run NAME ...         the reported seeds, at what was selected
     time NAME ...        CPU seconds per step, the methods' steps interleaved in one process
     race A B             B's full number of steps beside A's `--fraction` of them, interleaved: final losses, and CPU seconds to them;
                          records of these are in ``races.jsonl``
@@ -32,7 +34,7 @@ import torch
 from data import batch, splits
 from methods import METHODS
 from model import GPT, SIZES, loss_of, parameters
-from results import RACES, RECORDS, SEEDS, Record, ablations, is_ablation, races, records, table, verdicts
+from results import RACES, RECORDS, SEEDS, TRIAL_STEPS, Record, ablations, races, records, table, verdicts
 from torch import Tensor
 
 SELECTION_SEED = 100
@@ -116,7 +118,7 @@ def recorded(method: str, size: str, lr: float, knob: float, steps: int, seed: i
     return record
 
 
-def selected(method: str, size: str, steps: int) -> tuple[float, float]:
+def selected(method: str, size: str, steps: int = TRIAL_STEPS) -> tuple[float, float]:
     """The learning rate with the lowest validation loss on the seed of the selection, one more beyond an edge; then the knob at it."""
     knob = METHODS[method].knob
 
@@ -176,7 +178,6 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(METHODS)}")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--selection-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS))
     parser.add_argument("--fraction", type=float, default=0.8, help="of the steps, for the first method of a race")
     parser.add_argument("--knob", type=float, help="in place of the value selected: for ablations")
@@ -189,8 +190,7 @@ def main() -> None:
         for name, seconds in step_times(options.names, options.size, options.steps).items():
             print(f"{seconds:.4f} s  {name}")
     else:
-        of = {name: "Muon on neurons" if is_ablation(name) else name for name in options.names}
-        best = {name: selected(of[name], options.selected_at or options.size, options.selection_steps) for name in options.names}
+        best = {name: selected(METHODS[name].setting_of or name, options.selected_at or options.size) for name in options.names}
         for seed in options.seeds if options.command != "select" else ():  # seeds outside: all methods have run as many at any time
             if options.command == "race":
                 print(race(best, options.size, options.steps, options.fraction, seed), flush=True)

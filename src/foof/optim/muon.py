@@ -94,6 +94,8 @@ class Muon(NeuronOptimizer):
         ema, T, S: Σ is inverted every T steps, and fed on the S steps before (default ``min(T, 2)``).
         spread: as for ``foof.FOOF``; at power −1/2 one layer after the other, but each at once.
         row_stride: Σ is estimated from every k-th token, which ones moves on with every batch.
+        stacked: layers whose weight holds several matrices, one above the other, and how many: ``{"qkv": 3}``. Each is orthogonalised by
+            itself, as it would be in a layer of its own. Names of modules, or the last part of their names.
         head: names of the output layers; None: the one the model names (``get_output_embeddings``), else the last one defined.
         rest: the fallback optimizer, as for ``foof.FOOF``; by default AdamW with lr 3e-3 and betas (0.9, 0.95).
         groups, exclude, maximize, process_group: as for ``foof.FOOF``.
@@ -102,14 +104,20 @@ class Muon(NeuronOptimizer):
     def __init__(self, model: nn.Module, lr: float = 0.02, damping: float = 0.1, *, power: float = -1.0, momentum: float = 0.95,
                  nesterov: bool = True, weight_decay: float = 0.0, scale: str = "original", orthogonalisation: int = 5,
                  ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False, row_stride: int = 1,
-                 head: Iterable[str] | None = None, rest: Fallback = ADAMW, groups: Sequence[Mapping[str, Any]] = (),
-                 exclude: Iterable[str] = (), maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
+                 stacked: Mapping[str, int] | None = None, head: Iterable[str] | None = None, rest: Fallback = ADAMW,
+                 groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
+                 process_group: Any = None) -> None:  # fmt: skip
         check_rule(damping, power, scale)
         self.nesterov, self.scale, self.orthogonalisation = nesterov, scale, orthogonalisation
         inputs, schedule = InputsForMomentum(power, row_stride), Schedule.of(T, S, 2, spread)
         engine = engine_for_matrices(model, inputs, schedule, ema, exclude, head, process_group)
         defaults = {"lr": lr, "damping": damping, "relative": True, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(engine, defaults, groups, rest, maximize)
+        try:
+            self._stacked = stacked_in(engine.blocks, stacked or {})
+        except ValueError:
+            self.remove()
+            raise
 
     def _update(self, group: dict[str, Any]) -> None:
         sign = -1.0 if self.maximize else 1.0
@@ -127,13 +135,13 @@ class Muon(NeuronOptimizer):
 
     def _descend(self, block: Block, M: Tensor, lr: float) -> None:
         """``W ← W − lr · scale · orth(M P)``, the momentum M whole and in the shape of the weight."""
-        weight, inverse = block.weight, None if block.inverse is None else block.inverse.P
-        orthogonal = orthogonalised(block.layer.join(M, None), inverse, self.orthogonalisation)
+        weight, inverse, stacked = block.weight, None if block.inverse is None else block.inverse.P, self._stacked.get(block, 1)
+        orthogonal = orthogonalised(block.layer.join(M, None), inverse, self.orthogonalisation, stacked)
         update = block.layer.split(orthogonal)[0]
         if distributed.is_sharded(weight):
             whole, update = update, torch.empty_like(weight)
             distributed.write(update, whole)
-        weight.add_(update, alpha=-lr * muon_scale(orthogonal.shape[-2], orthogonal.shape[-1], self.scale))
+        weight.add_(update, alpha=-lr * muon_scale(orthogonal.shape[-2] // stacked, orthogonal.shape[-1], self.scale))
 
 
 def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Schedule, ema: float, exclude: Iterable[str],
@@ -148,6 +156,19 @@ def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Sch
                     process_group=process_group)  # fmt: skip
     engine.rest.update(chosen.why_not)
     return engine
+
+
+def stacked_in(blocks: Iterable[Block], stacked: Mapping[str, int]) -> dict[Block, int]:
+    """How many matrices stand one above the other in the weights of these blocks, by names of their layers or the last part of these."""
+    found = {name: [block for block in blocks if any(name in (layer.name, layer.name.rpartition(".")[2]) for layer in block.layers)]
+             for name in stacked}  # fmt: skip
+    for name, count in stacked.items():
+        if not found[name]:
+            raise ValueError(f"stacked: no layer that Muon steps is called {name!r}; `opt.explain()` without it lists them.")
+        for layer in (block.layer for block in found[name]):
+            if not isinstance(count, int) or count < 1 or layer.n % count or layer.groups > 1:
+                raise ValueError(f"stacked: the {layer.n * layer.groups} outputs of {layer.name} are not those of {count!r} matrices.")
+    return {block: stacked[name] for name, those in found.items() for block in those}
 
 
 def check_rule(damping: float, power: float, scale: str) -> None:

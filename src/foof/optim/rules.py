@@ -143,24 +143,28 @@ def momentum_of(buffer: Tensor, gradient: Tensor, momentum: float = 0.95, nester
     return gradient.lerp(buffer, momentum) if nesterov else buffer
 
 
-def orthogonalised(M: Tensor, inverse: Tensor | None = None, steps: int = 5) -> Tensor:
-    """``orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity."""
-    return newton_schulz(M if inverse is None else M.to(inverse.dtype) @ inverse, steps)
+def orthogonalised(M: Tensor, inverse: Tensor | None = None, steps: int = 5, stacked: int = 1) -> Tensor:
+    """``orth(M P)``. M ``(..., n, m)``, inverse ``P (..., m, m)``; None is the identity.
+
+    stacked: so many matrices ``(n/stacked, m)`` stand one above the other in M, and each is orthogonalised by itself.
+    """
+    X = M if inverse is None else M.to(inverse.dtype) @ inverse
+    return newton_schulz(X.unflatten(-2, (stacked, -1)), steps).flatten(-3, -2) if stacked > 1 else newton_schulz(X, steps)
 
 
 def muon_update(buffer: Tensor, gradient: Tensor, inverse: Tensor | None = None, momentum: float = 0.95, nesterov: bool = True,
-                steps: int = 5, scale: str = "original") -> Tensor:  # fmt: skip
+                steps: int = 5, scale: str = "original", stacked: int = 1) -> Tensor:  # fmt: skip
     """Momentum on neurons, orthogonalised. buffer and gradient ``(..., n, m)``, inverse ``P (..., m, m)``; None is Muon itself.
 
         B ← μ B + (1 − μ) G                in place, on raw gradients
         M = μ B + (1 − μ) G                Nesterov; else M = B
-        update = scale · orth(M P)
+        update = scale · orth(M P)             of each matrix that is stacked in M by itself
 
     P stands between momentum and orthogonalisation: P is refreshed while B remembers, and B of neuron gradients would mix
     gradients seen through one P with those seen through another.
     """
     M = momentum_of(buffer, gradient, momentum, nesterov)
-    return orthogonalised(M, inverse, steps) * muon_scale(M.shape[-2], M.shape[-1], scale)
+    return orthogonalised(M, inverse, steps, stacked) * muon_scale(M.shape[-2] // stacked, M.shape[-1], scale)
 
 
 # --- Adam in the eigenbasis ------------------------------------------------------------------------------------------------------
