@@ -83,6 +83,11 @@ def lm(part: str) -> str:
     return "\n\n".join(parts)
 
 
+def lm_races() -> str:
+    """Two methods in turns, the first with fewer steps."""
+    return str(language_results().races())
+
+
 def bf16_loss() -> str:
     found = records("bf16_loss")
     rows = []
@@ -221,6 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lm_ablations": functools.partial(lm, "ablations"),
     "lm_curves": functools.partial(lm, "curves"),
     "lm_losses": functools.partial(lm, "losses"),
+    "lm_races": lm_races,
     "speed_checks": speed_checks,
     "speed_fisher": speed_fisher,
     "speed_laplace": speed_laplace,
