@@ -99,7 +99,7 @@ class Twin:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-def muon_twin(model, layers, data, T, S, ema, lr=0.02, ridge=0.1, power=-1.0, momentum=0.95, decay=0.1, stacked=None):
+def muon_twin(model, layers, data, T, S, ema, lr=0.02, ridge=0.1, power=-1.0, momentum=0.95, decay=0.1, stacked=None, neurons=None):
     def made(Sigma, old, state):
         mean = Sigma.trace() / len(Sigma)
         s, U = torch.linalg.eigh(Sigma / mean + ridge * torch.eye(len(Sigma), dtype=Sigma.dtype))
@@ -110,6 +110,8 @@ def muon_twin(model, layers, data, T, S, ema, lr=0.02, ridge=0.1, power=-1.0, mo
         M = momentum * state["B"] + (1 - momentum) * weight.grad
         parts = M.chunk(stacked["up"] if stacked and weight is model.up.weight else 1)
         n, m = parts[0].shape
+        if neurons and weight is model.up.weight:
+            P = torch.eye(m, dtype=weight.dtype)
         weight.mul_(1 - lr * decay).sub_(lr * max(1, n / m) ** 0.5 * torch.cat([orthogonalised(part @ P) for part in parts]))
 
     twin = Twin(model, layers, T, S, ema)
@@ -136,6 +138,7 @@ def adamw_twin(model, layers, data, T, S, ema, lr=3e-3, decay=0.1):
 RULES = {
     "muon": (foof.Muon, muon_twin, ["up", "down"], {}),
     "muon, power -1/2": (foof.Muon, muon_twin, ["up", "down"], {"power": -0.5}),
+    "muon, some neurons": (foof.Muon, muon_twin, ["up", "down"], {"neurons": ["down"]}),
     "muon, stacked": (foof.Muon, muon_twin, ["up", "down"], {"stacked": {"up": 2}}),
     "adamw": (foof.AdamW, adamw_twin, ["up", "down"], {}),
 }
@@ -207,6 +210,31 @@ def test_stacked_matrices_are_named_by_their_layers():
         with pytest.raises(ValueError, match=said):
             foof.Muon(model, stacked=stacked)
         assert not model.a.qkv._forward_hooks
+
+
+def test_layers_without_neurons_keep_no_statistics():
+    model = make()
+    opt = foof.Muon(model, neurons=["down"], stacked={"up": 2}, spread=True, T=4, S=1)
+    opt.initialise([ids for step in batches(1, 2) for ids in step])
+    train(model, opt, batches(6, 1))
+    up, down = opt.preconditioner.blocks
+    assert (up.name, up.moments, up.inverse) == ("up", {}, None)
+    assert down.inverse is not None
+    rows = {row.parameter: row for row in opt.explain().rows}
+    assert rows["up.weight"].covered == "Linear, 8×6, 2 stacked, without neurons"
+    assert (rows["up.weight"].memory, rows["down.weight"].memory) == (0, 2 * 8 * 8 * 8)
+    state = opt.state_dict()
+    opt.remove()
+    with pytest.raises(ValueError, match=r"other layers on neurons \(up\): give neurons= as it was"):
+        foof.Muon(model, spread=True, T=4, S=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("names", "said"), [(["tail"], "no layer that Muon steps is called 'tail'"), ([], "got none")])
+def test_layers_on_neurons_are_named(names, said):
+    model = make()
+    with pytest.raises(ValueError, match=said):
+        foof.Muon(model, neurons=names)
+    assert not model.up._forward_hooks
 
 
 def test_convolutions_are_orthogonalised_as_matrices():

@@ -65,7 +65,10 @@ def others(model: nn.Module, *taken: torch.optim.Optimizer) -> list[nn.Parameter
     return [p for p in model.parameters() if id(p) not in inside]
 
 
-def muon(on_neurons: Callable[[str], bool] = everywhere, knob: Knob = RIDGE, setting_of: str | None = "Muon on neurons",
+BEHIND_NO_NORM = ends("out", "down")  # layers of a block that do not read what a norm has put out
+
+
+def muon(on_neurons: Callable[[str], bool] = BEHIND_NO_NORM, knob: Knob = RIDGE, setting_of: str | None = "Muon on neurons",
          **options: Any) -> Method:  # fmt: skip
     """Muon for the matrices of the blocks, AdamW for the others."""
 
@@ -137,20 +140,22 @@ METHODS: dict[str, Method] = {
     "Muon, q, k and v apart": muon(nowhere, MOMENTUM, "Muon", stacked=QKV),
     "Muon on neurons, q, k and v apart": muon(stacked=QKV),
     "Muon, head in the eigenbasis": muon_with_head(nowhere, MOMENTUM, "Muon"),
-    "Muon on neurons, head in the eigenbasis": muon_with_head(everywhere, RIDGE, "Muon on neurons"),
-    "foof.Muon": library_muon(),
-    "foof.Muon, q, k and v apart": library_muon(stacked=QKV),
+    "Muon on neurons, head in the eigenbasis": muon_with_head(BEHIND_NO_NORM, RIDGE, "Muon on neurons"),
+    "foof.Muon": library_muon(neurons=["out", "down"]),
+    "foof.Muon, q, k and v apart": library_muon(neurons=["out", "down"], stacked=QKV),
     "foof.AdamW": Method(lambda model, lr, T: [foof.AdamW(model, lr, weight_decay=DECAY, T=int(T))], ADAM_LRS, Knob("T", 32, (8, 128))),
     "FOOF": Method(foof_, (0.01, 0.03, 0.1), Knob("damping", 0.1, (0.01, 1.0))),
     "SOAP": Method(soap, ADAM_LRS, Knob("precondition_frequency", 10, (3, 30))),
     "Shampoo": Method(shampoo, ADAM_LRS, Knob("preconditioning_compute_steps", 20, (5, 80))),
-    # Ablations of Muon on neurons (power −1, T = 16, all tokens, all layers of the blocks, on the momentum), at its lr and ridge
+    # Ablations of Muon on neurons (power −1, T = 16, all tokens, layers that no norm stands before, on the momentum), at its lr and ridge
     "Muon, neuron gradients into momentum": muon(where="gradient"),
     "Muon on neurons, power -1/2": muon(power=-0.5),
     "Muon on neurons, T = 4": muon(T=4),
     "Muon on neurons, T = 64": muon(T=64),
     "Muon on neurons, one token in four": muon(stride=4),
     "Muon on neurons, square blocks": muon(square=True),
-    "Muon on neurons, attention only": muon(ends("qkv", "out")),
-    "Muon on neurons, MLP only": muon(ends("up", "down")),
+    "Muon on neurons, all layers": muon(everywhere),
+    "Muon on neurons, layers behind norms": muon(ends("qkv", "up")),
+    "Muon on neurons, attention's out only": muon(ends("out")),
+    "Muon on neurons, MLP's down only": muon(ends("down")),
 }  # fmt: skip

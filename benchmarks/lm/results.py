@@ -69,9 +69,9 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def is_ablation(method: str) -> bool:
     """Of Muon on neurons: these run at its setting but for what they vary, some on few seeds."""
-    if method.endswith(("head in the eigenbasis", "apart")):  # variants that stand beside the methods
+    if method.endswith(("head in the eigenbasis", "apart")) and "all layers" not in method:  # variants that stand beside the methods
         return False
-    return method.startswith("Muon on neurons, ") or method == "Muon, neuron gradients into momentum"
+    return method.startswith(("Muon on neurons, ", "Muon, neuron gradients into momentum"))
 
 
 def table(size: str, file: Path = RECORDS) -> str:

@@ -93,6 +93,12 @@ def check_state_dict(engine: Saved, state: Mapping[str, Any]) -> None:
         raise ValueError(f"this checkpoint is of another architecture ({lines} as [groups, outputs, inputs]).")
 
 
+    of_neurons = {block.layer.name: list(block.moments) for block in engine.blocks}
+    differing = sorted(name for name, block in state["blocks"].items() if list(block["moments"]) != of_neurons[name])
+    if differing:
+        raise ValueError(f"this checkpoint has other layers on neurons ({', '.join(differing[:5])}): give neurons= as it was.")
+
+
 def _shape(block: Block) -> list[int]:
     return [block.layer.groups, block.layer.n, block.layer.m]
 

@@ -50,7 +50,7 @@ class Engine:
         layers, self.rest = covered_layers(self.model, self.exclude, owned, functional=functional)
         check_coverable(self.model, layers, self.rest)
         self.estimator = estimator(layers[0].weight.device)
-        self.blocks = [Block(same, {key: MovingAverage() for key in self.estimator.moments}) for same in by_matrix(layers)]
+        self.blocks = [Block(same, {key: MovingAverage() for key in self.estimator.moments_of(same)}) for same in by_matrix(layers)]
         for block in self.blocks:
             block.shares_weight = any(other.weight is block.weight for other in self.blocks if other is not block)
         self._block_of = {id(layer): block for block in self.blocks for layer in block.layers}
@@ -82,7 +82,7 @@ class Engine:
         """Of layers so wide that their statistics take more memory than anybody would expect."""
         for block in self.blocks:
             dtype = torch.promote_types(block.weight.dtype, torch.float32)
-            shapes = [self.estimator.moment_shape(block.layer, key) for key in self.estimator.moments]
+            shapes = [self.estimator.moment_shape(block.layer, key) for key in block.moments]
             needed = 2 * dtype.itemsize * sum(math.prod(shape) for shape in shapes)
             if needed > STATISTICS_LIMIT:
                 self.warn(f"{block.name}: its second moments {', '.join(map(str, shapes))} and inverse take {needed / 2**30:.1f} GiB. "
@@ -278,7 +278,7 @@ class Engine:
         self.making.clear()
         if self.estimator.moments:
             self.synchronise()
-            self._invert([block for block in self.blocks if block.known])
+            self._invert([block for block in self.blocks if block.moments and block.known])
 
     def _invert_in_turn(self, turns: Turns) -> None:
         ended = turns.take()

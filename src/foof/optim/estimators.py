@@ -5,7 +5,7 @@ An estimator knows no schedule, no optimizer and no other estimator. The engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -52,6 +52,10 @@ class Estimator:
     plain = False  # are gradients left as they are in the backward pass, and preconditioned when the step is taken?
     watches = True  # are plain gradients watched for masks that are laid over them before the step?
     together = True  # are all averages fed on the same steps, or may each be on steps of its own?
+
+    def moments_of(self, layers: Sequence[Layer]) -> tuple[str, ...]:
+        """Which second moments are kept of the matrix that these layers use; none: it is stepped without an inverse."""
+        return self.moments
 
     def leaves_plain(self, block: Block) -> bool:
         """Not where a weight is tied to one of another layout: the sum of their gradients could not be told apart later."""
@@ -145,7 +149,7 @@ class InputMoments(Estimator):
         return (k, -(-layer.m // k), -(-layer.m // k)) if k > 1 else super().moment_shape(layer, key)
 
     def observe(self, block: Block, ledger: Ledger, visit: Visit, due: bool) -> None:
-        if due or block.inverse is None:
+        if block.moments and (due or block.inverse is None):
             k = 1 if self.blocks == 1 else self.splits(visit.layer)
             some = Stride(self.row_stride, block.moments["Sigma"].updates)
             gather_inputs(ledger.seen["Sigma"], visit.layer, visit.x, visit.mask, visit.pass_id, self.mean_over_rows, k, some)
@@ -169,15 +173,15 @@ class InputMoments(Estimator):
 
     def see(self, host: Host, model: nn.Module, batch: Any) -> Seen:
         """A forward pass without gradients."""
-        block_of = {id(layer): block for block in host.blocks for layer in block.layers}
-        seen: Seen = {block: {"Sigma": Gathered()} for block in host.blocks}
+        block_of = {id(layer): block for block in host.blocks for layer in block.layers if block.moments}
+        seen: Seen = {block: {"Sigma": Gathered()} for block in block_of.values()}
 
         def gather(layer: Layer, x: Tensor) -> None:
             block = block_of[id(layer)]
             some = Stride(self.row_stride, block.moments["Sigma"].updates)
             gather_inputs(seen[block]["Sigma"], layer, x, None, 0, self.mean_over_rows, self.splits(layer), some)
 
-        with torch.no_grad(), inputs_seen([layer for block in host.blocks for layer in block.layers], gather):
+        with torch.no_grad(), inputs_seen([layer for block in seen for layer in block.layers], gather):
             call_model(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
         return seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof._torch import foreach_mul_
+from foof.explain import Explanation, Row
+from foof.layers import Layer
 from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block
 from foof.optim.checks import Fallback
@@ -47,9 +50,13 @@ class InputsForMomentum(InputMoments):
     name = "muon"
     plain, watches = True, False
 
-    def __init__(self, power: float, row_stride: int = 1) -> None:
+    def __init__(self, power: float, row_stride: int = 1, neurons: Sequence[str] | None = None) -> None:
+        """neurons: names of the layers that are stepped on neurons; None: all."""
         super().__init__(mean_over_rows=True, row_stride=row_stride)
-        self.power = power
+        self.power, self.neurons = power, neurons
+
+    def moments_of(self, layers: Sequence[Layer]) -> tuple[str, ...]:
+        return self.moments if self.neurons is None or any(called(layers, name) for name in self.neurons) else ()
 
     def leaves_plain(self, block: Block) -> bool:
         return True
@@ -94,6 +101,9 @@ class Muon(NeuronOptimizer):
         ema, T, S: Σ is inverted every T steps, and fed on the S steps before (default ``min(T, 2)``).
         spread: as for ``foof.FOOF``; at power −1/2 one layer after the other, but each at once.
         row_stride: Σ is estimated from every k-th token, which ones moves on with every batch.
+        neurons: the layers that P acts on, by names of modules or the last part of their names; the others are Muon's, without P. None:
+            all. In a transformer those do best that no norm stands right before (attention's output and the second layer of the MLP):
+            ``["out", "down"]``, ``["c_proj"]``, ``["o_proj", "down_proj"]``.
         stacked: layers whose weight holds several matrices, one above the other, and how many: ``{"qkv": 3}``. Each is orthogonalised by
             itself, as it would be in a layer of its own. Names of modules, or the last part of their names.
         head: names of the output layers; None: the one the model names (``get_output_embeddings``), else the last one defined.
@@ -104,20 +114,38 @@ class Muon(NeuronOptimizer):
     def __init__(self, model: nn.Module, lr: float = 0.02, damping: float = 0.1, *, power: float = -1.0, momentum: float = 0.95,
                  nesterov: bool = True, weight_decay: float = 0.0, scale: str = "original", orthogonalisation: int = 5,
                  ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False, row_stride: int = 1,
-                 stacked: Mapping[str, int] | None = None, head: Iterable[str] | None = None, rest: Fallback = ADAMW,
-                 groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
+                 neurons: Iterable[str] | None = None, stacked: Mapping[str, int] | None = None, head: Iterable[str] | None = None,
+                 rest: Fallback = ADAMW, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
                  process_group: Any = None) -> None:  # fmt: skip
         check_rule(damping, power, scale)
         self.nesterov, self.scale, self.orthogonalisation = nesterov, scale, orthogonalisation
-        inputs, schedule = InputsForMomentum(power, row_stride), Schedule.of(T, S, 2, spread)
+        named = None if neurons is None else (neurons,) if isinstance(neurons, str) else tuple(neurons)
+        inputs, schedule = InputsForMomentum(power, row_stride, named), Schedule.of(T, S, 2, spread)
         engine = engine_for_matrices(model, inputs, schedule, ema, exclude, head, process_group)
         defaults = {"lr": lr, "damping": damping, "relative": True, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(engine, defaults, groups, rest, maximize)
         try:
+            check_named(engine.blocks, named)
             self._stacked = stacked_in(engine.blocks, stacked or {})
         except ValueError:
             self.remove()
             raise
+
+    def explain(self, inputs: Any = None) -> Explanation:
+        """As for any optimizer of the library; and which matrices are without neurons, or several in one weight."""
+        said, plain, several = super().explain(inputs), set[int](), dict[int, int]()
+        for block in self.preconditioner.blocks:
+            several[id(block.weight)] = self._stacked.get(block, 1)
+            if not block.moments:
+                plain.add(id(block.weight))
+        weight_of = {name: id(p) for name, p in self.preconditioner.model.named_parameters()}
+
+        def row(of: Row) -> Row:
+            count, without = several.get(weight_of[of.parameter], 1), weight_of[of.parameter] in plain
+            how = of.covered + (f", {count} stacked" if count > 1 else "") + (", without neurons" if without else "")
+            return replace(of, covered=how, flops=0.0, memory=0) if without else replace(of, covered=how)
+
+        return replace(said, rows=tuple(map(row, said.rows)))
 
     def _update(self, group: dict[str, Any]) -> None:
         sign = -1.0 if self.maximize else 1.0
@@ -158,10 +186,22 @@ def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Sch
     return engine
 
 
+def called(layers: Iterable[Layer], name: str) -> bool:
+    """Is this the name of one of these layers, or the last part of it?"""
+    return any(name in (layer.name, layer.name.rpartition(".")[2]) for layer in layers)
+
+
+def check_named(blocks: Iterable[Block], neurons: Sequence[str] | None) -> None:
+    for name in neurons or ():
+        if not any(called(block.layers, name) for block in blocks):
+            raise ValueError(f"neurons: no layer that Muon steps is called {name!r}; `opt.explain()` without it lists them.")
+    if neurons is not None and not neurons:
+        raise ValueError("neurons: names of the layers that P acts on, got none. Muon without neurons is torch.optim.Muon.")
+
+
 def stacked_in(blocks: Iterable[Block], stacked: Mapping[str, int]) -> dict[Block, int]:
     """How many matrices stand one above the other in the weights of these blocks, by names of their layers or the last part of these."""
-    found = {name: [block for block in blocks if any(name in (layer.name, layer.name.rpartition(".")[2]) for layer in block.layers)]
-             for name in stacked}  # fmt: skip
+    found = {name: [block for block in blocks if called(block.layers, name)] for name in stacked}
     for name, count in stacked.items():
         if not found[name]:
             raise ValueError(f"stacked: no layer that Muon steps is called {name!r}; `opt.explain()` without it lists them.")

@@ -69,6 +69,8 @@ def share_out(blocks: list[Block], group: Any) -> list[int]:
 
 def inversion_cost(block: Block) -> int:
     """What inverting a block costs, up to a constant: m³ for each side of each group."""
+    if not block.moments:
+        return 0
     layer = block.layer
     inputs = layer.m if layer.diagonal else layer.groups * layer.m**3
     return inputs + (layer.groups * layer.n**3 if "Sigma_E" in block.moments else 0)

@@ -68,7 +68,7 @@ class Turns:
         steps = {block: self._steps(block, self._schedule) for block in self.turn}
         begun = [block for block, (first, _) in steps.items() if first == step]
         sharing.synchronise(begun, set(), self._process_group, self._estimator)
-        here = {block: ends for block, ends in steps.items() if ends[0] <= step <= ends[1] and block.known}
+        here = {block: ends for block, ends in steps.items() if ends[0] <= step <= ends[1] and block.moments and block.known}
         self.making = {block: making for block, making in self.making.items() if block in here and block not in begun}
         for block, (first, last) in here.items():
             if first < last:
