@@ -35,7 +35,7 @@ def gpt2(vocabulary: int) -> GPT2LMHeadModel:
 def on_neurons(name: str, model: torch.nn.Module) -> Any:
     """FOOF, AdamW on neuron gradients, Muon on neurons. The loss is a mean over tokens, Σ a sum over them: see "Choosing" in the docs."""
     if name == "muon":  # for the matrices inside; embeddings, norms and biases by AdamW
-        return foof.Muon(model, lr=0.02, T=5)
+        return foof.Muon(model, lr=0.02, T=5, neurons=["c_proj"], stacked={"c_attn": 3})  # P where no norm stands before; q, k and v apart
     damping = 0.1 * LENGTH
     if name == "foof":
         return foof.FOOF(model, lr=0.05 * LENGTH, damping=damping, momentum=0.9, T=5, rest={"name": "adamw", "lr": 3e-3})

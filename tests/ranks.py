@@ -70,6 +70,7 @@ OPTIMIZERS = {
         torch.optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=0.01), m, damping=0.5, T=5
     ),
     "foof.Muon": lambda m: foof.Muon(m, lr=0.01, weight_decay=0.01, T=7, S=3),
+    "foof.Muon, some neurons": in_small_parts(lambda m: foof.Muon(m, lr=0.01, T=7, S=3, spread=True, neurons=["2"], stacked={"0": 3})),
     "foof.AdamW": lambda m: foof.AdamW(m, lr=0.01, T=7, S=3),
     "kfac": lambda m: foof.KFAC(m, lr=0.02, damping=0.1, fisher="full", T=7, S=3),
     "kfac standard": lambda m: foof.KFAC(m, lr=0.02, damping=0.1, damping_mode="standard", fisher="empirical", T=4),
