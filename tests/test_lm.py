@@ -21,6 +21,7 @@ def lm(monkeypatch, tmp_path):
     text = words[torch.randint(40, (2000,), generator=torch.Generator().manual_seed(1))].flatten()
     monkeypatch.setattr(run, "splits", lambda: (text[:9000], text[9000:]))
     monkeypatch.setattr(run, "RECORDS", tmp_path / "records.jsonl")
+    monkeypatch.setattr(run, "SELECTED", tmp_path / "selected.jsonl")
     yield run
     for name in set(sys.modules) - before:
         if name in ("run", "data", "methods", "model", "neurons", "results"):
@@ -57,6 +58,11 @@ def write(lm, method, seed, loss, ridge=0.1):
         file.write(json.dumps(record) + "\n")
 
 
+def choose(lm, *methods):
+    chosen = [{"method": method, "size": "small", "lr": 0.02, "knob": {"ridge": 0.1}} for method in methods]
+    lm.SELECTED.write_text("".join(json.dumps(each) + "\n" for each in chosen))
+
+
 @pytest.mark.parametrize(
     ("gains", "wins"), [((0.03, 0.04, 0.03, 0.05, 0.04), True), ((0.03, -0.04, 0.03, 0.05, -0.04), False), ((0.03,) * 4, False)]
 )
@@ -64,6 +70,8 @@ def test_the_rule_for_a_win(lm, gains, wins):
     for seed, gain in enumerate(gains):
         for method, loss in (("Muon", 1.6 + 0.1 * seed), ("Muon on neurons", 1.6 + 0.1 * seed - gain)):
             write(lm, method, seed, loss)
+    assert not list(lm.verdicts("small", lm.RECORDS))  # no trials have chosen these settings
+    choose(lm, "Muon", "Muon on neurons")
     verdict = list(lm.verdicts("small", lm.RECORDS))[-1]
     assert verdict.endswith("below, by the rule.") == wins
     assert f"{len(gains)} seeds" in verdict
@@ -77,6 +85,25 @@ def test_the_search_goes_one_beyond_an_edge_and_then_turns_the_knob(lm, monkeypa
     losses.update({0.01: 3.0, 0.04: 0.5, 0.08: 0.4})
     better[0.98] = -0.1
     assert lm.selected("Muon", "tiny", 10) == (0.08, 0.98)
+
+
+def test_runs_that_diverged_are_counted_and_win_nothing(lm):
+    for seed in range(5):
+        write(lm, "Muon", seed, 2.5)
+        write(lm, "Muon on neurons", seed, None if seed == 3 else 2.0)
+    choose(lm, "Muon", "Muon on neurons")
+    assert "| Muon on neurons | 1,000 | 5, 1 diverged | 2.0000 ± 0.0000 |" in lm.table("small", lm.RECORDS)
+    assert [line.endswith("no win by the rule.") for line in lm.verdicts("small", lm.RECORDS)] == [True]
+    assert lm.table("small", lm.RECORDS).index("| Muon |") < lm.table("small", lm.RECORDS).index("| Muon on neurons |")
+
+
+def test_what_trials_have_chosen_is_noted_once(lm, monkeypatch):
+    monkeypatch.setattr(lm, "recorded", lambda method, size, lr, knob, steps, seed: {"validation": lr + knob})
+    for _ in range(2):
+        assert lm.settle("Muon, head in the eigenbasis", "tiny", "tiny") == (0.005, 0.9)
+    assert [json.loads(line) for line in lm.SELECTED.read_text().splitlines()] == [
+        {"method": "Muon, head in the eigenbasis", "size": "tiny", "lr": 0.005, "knob": {"momentum": 0.9}, "of": "Muon"}
+    ]
 
 
 def test_a_race_takes_the_fraction_and_all_of_the_steps(lm, monkeypatch, tmp_path):
@@ -93,11 +120,11 @@ def test_variants_are_compared_on_the_same_seeds(lm):
     for method, losses in (("Muon on neurons", (2.0, 2.2)), ("Muon on neurons, T = 64", (2.1,)), ("Muon", (2.3, 2.4))):
         for seed, loss in enumerate(losses):
             write(lm, method, seed, loss)
-    write(lm, "Muon on neurons", 100, 2.5)  # the trial that has chosen
+    choose(lm, "Muon", "Muon on neurons", "Muon on neurons, T = 64")
     write(lm, "Muon on neurons", 0, 2.05, ridge=1.0)
     said = lm.ablations("small", lm.RECORDS)
-    assert "| Muon on neurons, T = 64 | 1 | 2.1000 | +0.1000 |" in said
-    assert "| Muon on neurons, ridge 1 | 1 | 2.0500 | +0.0500 |" in said
-    assert "| Muon | 2 |" in said
+    assert "| Muon on neurons, T = 64 | 1,000 | 1 | 2.1000 | +0.1000 |" in said
+    assert "| Muon on neurons, ridge 1 | 1,000 | 1 | 2.0500 | +0.0500 |" in said
+    assert "| Muon | 1,000 | 2 |" in said
     assert "T = 64" not in lm.table("small", lm.RECORDS)
     assert "ridge 1 |" not in lm.table("small", lm.RECORDS)

@@ -96,7 +96,8 @@ def library_muon(**options: Any) -> Method:
     def make(model: nn.Module, lr: float, damping: float) -> Optimizers:
         return [foof.Muon(model, lr, damping, weight_decay=DECAY, **options)]
 
-    return Method(make, MUON_LRS, Knob("damping", 0.1, (0.02, 0.5)), "Muon on neurons")
+    of = "Muon on neurons" + (", q, k and v apart" if "stacked" in options else "")
+    return Method(make, MUON_LRS, Knob("damping", 0.1, (0.02, 0.5)), of)
 
 
 def adam_in_basis(on_neurons: Callable[[str], bool] = everywhere, setting_of: str | None = None) -> Method:
@@ -111,7 +112,7 @@ def adam_in_basis(on_neurons: Callable[[str], bool] = everywhere, setting_of: st
 
 def foof_(model: nn.Module, lr: float, damping: float) -> Optimizers:
     """As it comes: the learning rate is τ, by how much of their size a step moves a layer's outputs. Embeddings and head by AdamW."""
-    return [foof.FOOF(model, damping=damping, relative=True, max_change=lr)]
+    return [foof.FOOF(model, damping=damping, relative=True, max_change=lr, weight_decay=DECAY)]
 
 
 def soap(model: nn.Module, lr: float, frequency: float) -> Optimizers:
@@ -137,8 +138,8 @@ METHODS: dict[str, Method] = {
     "AdamW, head in the eigenbasis": adam_in_basis(ends("head"), "AdamW in the eigenbasis"),
     "Muon": muon(nowhere, MOMENTUM, None),
     "Muon on neurons": muon(setting_of=None),
-    "Muon, q, k and v apart": muon(nowhere, MOMENTUM, "Muon", stacked=QKV),
-    "Muon on neurons, q, k and v apart": muon(stacked=QKV),
+    "Muon, q, k and v apart": muon(nowhere, MOMENTUM, None, stacked=QKV),
+    "Muon on neurons, q, k and v apart": muon(setting_of=None, stacked=QKV),
     "Muon, head in the eigenbasis": muon_with_head(nowhere, MOMENTUM, "Muon"),
     "Muon on neurons, head in the eigenbasis": muon_with_head(BEHIND_NO_NORM, RIDGE, "Muon on neurons"),
     "foof.Muon": library_muon(neurons=["out", "down"]),

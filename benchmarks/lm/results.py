@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RECORDS, RACES = Path(__file__).with_name("records.jsonl"), Path(__file__).with_name("races.jsonl")
+RECORDS, RACES, SELECTED = (Path(__file__).with_name(f"{name}.jsonl") for name in ("records", "races", "selected"))
 OF = "Muon on neurons"  # what ablations are of
 TRIAL_STEPS = 1000  # of the runs that choose: shorter ones that are in the records choose nothing
-SEEDS = (0, 1, 2, 3, 4)  # those that are reported; learning rates are chosen on another
+SEEDS = (0, 1, 2, 3, 4)  # those that are reported;
+SELECTION_SEED = 100  # learning rates and knobs are chosen on another
 PAIRS = (
     ("Muon on neurons", "Muon"), ("Muon on neurons, q, k and v apart", "Muon, q, k and v apart"),
     ("Muon on neurons, q, k and v apart", "Muon"), ("AdamW in the eigenbasis", "AdamW"),
@@ -27,32 +28,26 @@ def records(file: Path = RECORDS) -> list[Record]:
 
 
 def reported(size: str, file: Path = RECORDS) -> Runs:
-    """The runs of a size on the seeds that are reported, in the order of their steps and losses.
+    """The runs of a size on the seeds that are reported, in the order of their steps and losses; diverged ones come last.
 
-    Of a method those at the setting that its trials have chosen count; at another value of the knob they are variants of it.
+    Those at the setting that all trials of a method have chosen count; at another value of the knob they are variants of it.
     """
-    runs, chosen = Runs(), selected(size, file)
+    runs, chosen = Runs(), {r["method"]: r for r in records(file.with_name(SELECTED.name)) if r["size"] == size}
     for r in records(file):
-        if r["size"] == size and r["seed"] in SEEDS and r["validation"] is not None:
-            lr, knob = chosen.get(r["method"], (r["lr"], r["knob"]))
-            name = r["method"] if r["knob"] == knob else f"{r['method']}, {said(r['knob'])}"
-            if r["lr"] == lr:
-                runs.setdefault((name, r["steps"]), {})[r["seed"]] = r
-    return dict(sorted(runs.items(), key=lambda item: (item[0][1], statistics.mean(r["validation"] for r in item[1].values()))))
+        if r["size"] == size and r["seed"] in SEEDS and r["method"] in chosen and r["lr"] == chosen[r["method"]]["lr"]:
+            name = r["method"] if r["knob"] == chosen[r["method"]]["knob"] else f"{r['method']}, {said(r['knob'])}"
+            runs.setdefault((name, r["steps"]), {})[r["seed"]] = r
+    return dict(sorted(runs.items(), key=lambda item: (item[0][1], statistics.mean(losses(item[1], math.inf)))))
 
 
-def selected(size: str, file: Path = RECORDS) -> dict[str, tuple[float, dict[str, float]]]:
-    """Of each method that has trials, the learning rate and knob of the best: all trials are of the same seed and as long."""
-    best: dict[str, Record] = {}
-    for r in records(file):
-        beaten = best.get(r["method"], {"validation": math.inf})["validation"]
-        if is_trial(r, size) and r["validation"] is not None and r["validation"] < beaten:
-            best[r["method"]] = r
-    return {name: (r["lr"], r["knob"]) for name, r in best.items()}
+def losses(by_seed: dict[int, Record], diverged: float | None = None) -> list[float]:
+    """Final validation losses; of runs that diverged, this in their place, or nothing."""
+    found = [diverged if r["validation"] is None else r["validation"] for r in by_seed.values()]
+    return [loss for loss in found if loss is not None]
 
 
 def is_trial(record: Record, size: str) -> bool:
-    return record["size"] == size and record["seed"] not in SEEDS and record["steps"] == TRIAL_STEPS
+    return record["size"] == size and record["seed"] == SELECTION_SEED and record["steps"] == TRIAL_STEPS
 
 
 def said(knob: dict[str, float]) -> str:
@@ -88,8 +83,9 @@ def table(size: str, file: Path = RECORDS) -> str:
             first, trials = next(iter(by_seed.values())), tried.get(name, [])
             lrs = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in trials}))
             knobs = ", ".join(f"{value:g}" for value in sorted({value for r in trials for value in r["knob"].values()}))
-            losses = [r["validation"] for r in by_seed.values()]
-            cells = (name, f"{steps:,}", len(by_seed), spread(losses), f"{1000 * seconds:.0f}", f"{first['lr']:g}", said(first["knob"]),
+            lost = sum(r["validation"] is None for r in by_seed.values())
+            seeds = f"{len(by_seed)}, {lost} diverged" if lost else len(by_seed)
+            cells = (name, f"{steps:,}", seeds, spread(losses(by_seed)), f"{1000 * seconds:.0f}", f"{first['lr']:g}", said(first["knob"]),
                      len(trials), lrs, knobs)  # fmt: skip
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -106,6 +102,8 @@ def is_method(name: str, by_seed: dict[int, Record]) -> bool:
 
 def spread(values: list[float], sign: str = "") -> str:
     """Mean, and the half-width of its interval where there is one."""
+    if not values:
+        return "–"
     mean, half = interval(values)
     return f"{mean:{sign}.4f} ± {half:.4f}" if len(values) > 1 else f"{mean:{sign}.4f}"
 
@@ -113,15 +111,19 @@ def spread(values: list[float], sign: str = "") -> str:
 def ablations(size: str, file: Path = RECORDS, of: str = OF) -> str:
     """Per variant: its loss, and how far it is above (+) or below (−) what it is a variant of, on the same seeds."""
     runs = reported(size, file)
-    lines = [_head("variant", "seeds", "validation loss", f"against {of}, same seeds")]
+    lines = [_head("variant", "steps", "seeds", "validation loss", f"against {of}, same seeds")]
     for (name, steps), by_seed in runs.items():
         base = runs.get((of, steps), {})
         if is_ablation(name) or name == "Muon":
-            differences = [r["validation"] - base[seed]["validation"] for seed, r in by_seed.items() if seed in base]
+            differences = [loss for seed, r in by_seed.items() if seed in base for loss in _difference(r, base[seed])]
             if differences:
-                losses = [r["validation"] for r in by_seed.values()]
-                lines.append(f"| {name} | {len(by_seed)} | {spread(losses)} | {spread(differences, '+')} |")
+                lines.append(f"| {name} | {steps:,} | {len(by_seed)} | {spread(losses(by_seed))} | {spread(differences, '+')} |")
     return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def _difference(a: Record, b: Record) -> list[float]:
+    """a's loss minus b's, where neither diverged."""
+    return [] if None in (a["validation"], b["validation"]) else [a["validation"] - b["validation"]]
 
 
 def verdicts(size: str, file: Path = RECORDS) -> Iterator[str]:
@@ -131,20 +133,22 @@ def verdicts(size: str, file: Path = RECORDS) -> Iterator[str]:
         for steps in sorted({s for name, s in runs if name == a} & {s for name, s in runs if name == b}):
             ours, theirs = runs[a, steps], runs[b, steps]
             shared = sorted(ours.keys() & theirs.keys())
-            if len(shared) > 1:
-                mean, half = interval([theirs[s]["validation"] - ours[s]["validation"] for s in shared])
-                said = "below, by the rule" if len(shared) >= 5 and mean > half else "no win by the rule"
-                yield f"{a} against {b}, {steps:,} steps, {len(shared)} seeds: {mean:+.4f} ± {half:.4f} nats: {said}."
+            gains = [gain for s in shared for gain in _difference(theirs[s], ours[s])]
+            if len(gains) > 1:
+                mean, half = interval(gains)
+                wins = len(gains) == len(shared) >= 5 and mean > half
+                said = "below, by the rule" if wins else "no win by the rule"
+                yield f"{a} against {b}, {steps:,} steps, {len(gains)} seeds: {mean:+.4f} ± {half:.4f} nats: {said}."
         for steps in sorted({s for name, s in runs if name == b}):
             yield from _fractions(runs, a, b, steps)
 
 
 def _fractions(runs: Runs, a: str, b: str, steps: int) -> Iterator[str]:
     """Shorter runs of a beside b's."""
-    goal, _ = interval([r["validation"] for r in runs[b, steps].values()])
+    goal, _ = interval(losses(runs[b, steps], math.inf))
     for name, fewer in runs:
         if name == a and fewer < steps and len(runs[a, fewer]) >= 5 and len(runs[b, steps]) >= 5:
-            mean, _ = interval([r["validation"] for r in runs[a, fewer].values()])
+            mean, _ = interval(losses(runs[a, fewer], math.inf))
             reached = "reached" if mean <= goal else "not reached"
             yield f"{a} with {fewer / steps:.2f} of {b}'s {steps:,} steps: {mean:.4f} against {goal:.4f}: {reached}."
 

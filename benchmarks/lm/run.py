@@ -34,10 +34,8 @@ import torch
 from data import batch, splits
 from methods import METHODS
 from model import GPT, SIZES, loss_of, parameters
-from results import RACES, RECORDS, SEEDS, TRIAL_STEPS, Record, ablations, races, records, table, verdicts
+from results import RACES, RECORDS, SEEDS, SELECTED, SELECTION_SEED, TRIAL_STEPS, Record, ablations, races, records, table, verdicts
 from torch import Tensor
-
-SELECTION_SEED = 100
 
 
 def factor(step: int, steps: int) -> float:
@@ -136,6 +134,16 @@ def selected(method: str, size: str, steps: int = TRIAL_STEPS) -> tuple[float, f
     return best, min(of_knob, key=of_knob.__getitem__)
 
 
+def settle(method: str, size: str, selected_at: str) -> tuple[float, float]:
+    """Learning rate and knob of a method at a size, once all trials for them have been run; noted in a file, for the tables."""
+    lr, knob = selected(METHODS[method].setting_of or method, selected_at)
+    line = json.dumps({"method": method, "size": size, "lr": lr, "knob": named(method, knob), "of": METHODS[method].setting_of})
+    if line not in (SELECTED.read_text(encoding="utf-8").splitlines() if SELECTED.exists() else ()):
+        with SELECTED.open("a") as file:
+            file.write(line + "\n")
+    return lr, knob
+
+
 WARM_UP = 33  # steps, after which an optimizer of the library with T = 32 is in its regular round
 
 
@@ -190,7 +198,7 @@ def main() -> None:
         for name, seconds in step_times(options.names, options.size, options.steps).items():
             print(f"{seconds:.4f} s  {name}")
     else:
-        best = {name: selected(METHODS[name].setting_of or name, options.selected_at or options.size) for name in options.names}
+        best = {name: settle(name, options.size, options.selected_at or options.size) for name in options.names}
         for seed in options.seeds if options.command != "select" else ():  # seeds outside: all methods have run as many at any time
             if options.command == "race":
                 print(race(best, options.size, options.steps, options.fraction, seed), flush=True)
