@@ -167,6 +167,28 @@ def test_what_is_seen_counts_only_where_a_step_is_taken():
     assert opt.second_moments()["attention.in_proj"]["Sigma"].shape == (3, WIDTH + 1, WIDTH + 1)
 
 
+@pytest.mark.parametrize(("N", "R"), [(3, 5), (4, 4)])
+@pytest.mark.parametrize("kind", [foof.FOOF, foof.Muon])
+def test_padding_stays_out_also_where_the_sequence_comes_first(kind, N, R):
+    """As it does in torch's attention, unless told otherwise. Of the MLP with N = R nobody can know."""
+    torch.manual_seed(0)
+    net, x = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0).double(), torch.randn(R, N, 6, dtype=torch.float64)
+    mask = torch.rand(N, R) < 0.6
+    found = []
+    for noise in (0.0, 1e3):
+        opt = kind(net, exclude=["linear2"] if N != R else ["linear1", "linear2"])
+        with opt.mask(mask):
+            net(x + noise * ~mask.T.unsqueeze(-1), src_key_padding_mask=~mask)[mask.T].square().sum().backward()
+        opt.preconditioner.start()
+        found.append(opt.second_moments()["self_attn.in_proj"]["Sigma"])
+        if N != R:
+            found.append(opt.second_moments()["linear1"]["Sigma"])
+        opt.zero_grad()
+        opt.remove()
+    half = len(found) // 2
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found[:half], found[half:], strict=True))
+
+
 def test_sigma_is_that_of_query_key_and_value_and_masks_hold():
     model = Model(crossed=False)
     opt = foof.Muon(model)

@@ -206,10 +206,17 @@ def test_stacked_matrices_are_named_by_their_layers():
     opt = foof.Muon(model, stacked={"b.qkv": 3})
     assert [block.name for block in opt._stacked] == ["b.qkv"]
     opt.remove()
-    for stacked, said in (({"head": 2}, "no layer that Muon steps is called 'head'"), ({"qkv": 5}, "outputs of a.qkv are not those of 5")):
-        with pytest.raises(ValueError, match=said):
+    opt = foof.Muon(model, stacked={"qkv": 3, "b.qkv": 2})  # the longest name that fits
+    assert {block.name: count for block, count in opt._stacked.items()} == {"a.qkv": 3, "b.qkv": 2}
+    opt.remove()
+    for stacked, said in (({"head": 2}, "no layer that Muon steps is called 'head'"), ({"qkv": 5}, "outputs of a.qkv are not those of 5"),
+                          ({"qkv": 12}, "not those of 12"), (["qkv"], "how many matrices a layer's weight holds"), (3, "got 3")):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=said):
             foof.Muon(model, stacked=stacked)
         assert not model.a.qkv._forward_hooks
+    attention = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"0.in_proj is taken for 3 matrices as it is; leave it out"):
+        foof.Muon(attention, stacked={"in_proj": 3})
 
 
 def test_layers_without_neurons_keep_no_statistics():
@@ -235,6 +242,60 @@ def test_layers_on_neurons_are_named(names, said):
     with pytest.raises(ValueError, match=said):
         foof.Muon(model, neurons=names)
     assert not model.up._forward_hooks
+
+
+@pytest.mark.parametrize("how", ["excluded", "frozen", "parametrized"])
+def test_the_output_layer_is_the_last_one_also_where_it_is_not_covered(how):
+    model = make(tied=False)
+    if how == "frozen":
+        model.head.weight.requires_grad_(False)
+    elif how == "parametrized":
+        nn.utils.parametrizations.weight_norm(model.head)
+    opt = foof.Muon(model, exclude="head" if how == "excluded" else ())
+    assert [block.name for block in opt.preconditioner.blocks] == ["up", "down"]
+
+
+def test_all_inside_a_head_is_output():
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 3)))
+    for head in (["2"], "2"):
+        opt = foof.Muon(net, head=head)
+        assert [block.name for block in opt.preconditioner.blocks] == ["0", "1"]
+        opt.remove()
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-15])
+def test_a_tiny_loss_gives_the_same_update(factor):
+    found = []
+    for scale in (1.0, factor):
+        model = make()
+        opt = foof.Muon(model, exclude=["embed", "head", "norm"])
+        (scale * loss_of(model, batches(1, 1)[0][0])).backward()
+        opt.step()
+        found.append(model.down.weight.detach().clone())
+    assert equal([found[0]], [found[1]])
+
+
+def test_what_it_costs_is_told_of_each_by_its_name():
+    net, x = nn.Sequential(nn.Linear(64, 192, bias=False), nn.ReLU(), nn.Linear(192, 3, bias=False)), torch.randn(128, 64)
+    inputs = 2 / 32 * 1.5 * 128 * 64**2
+    expected = {foof.Muon: 2 * 192 * 64**2 + inputs + 64**3 / 32, foof.AdamW: 4 * 192 * 64**2 + inputs + 4.5 * 64**3 / 32}
+    for kind, flops in expected.items():
+        opt = kind(net)
+        said = opt.explain(x)
+        assert said.rows[0].flops == flops
+        assert f"{kind.__name__} adds" in str(said)
+        assert said.ratio is None
+        opt.remove()
+
+
+def test_groups_may_set_what_is_read():
+    model = make()
+    with pytest.raises(ValueError, match=r"unknown options \['relative'\]; a group may set lr, damping, momentum, weight_decay"):
+        foof.Muon(model, groups=[{"params": model.up.weight, "relative": False}])
+    with pytest.raises(ValueError, match=r"unknown options \['damping'\]; a group may set lr, weight_decay"):
+        foof.AdamW(model, groups=[{"params": model.up.weight, "damping": 0.1}])
+    with pytest.raises(ValueError, match="absolute"):
+        foof.Muon(model, groups=[{"params": model.up.weight, "damping": "auto"}])
 
 
 def test_convolutions_are_orthogonalised_as_matrices():
@@ -303,11 +364,12 @@ def test_bfloat16_weights_keep_wide_statistics(kind):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"power": -0.25}, "power must be one of"), ({"scale": "big"}, "scale must be one of"), ({"damping": "auto"}, "damping is relative"),
-    ({"damping": 0.0}, "damping"), ({"momentum": 1.0}, "momentum must be in"),
+    ({"damping": 0.0}, "damping"), ({"momentum": 1.0}, "momentum must be in"), ({"orthogonalisation": 2.5}, "how many steps of Newton"),
+    ({"orthogonalisation": 0}, "a whole number from 1 on"), ({"lr": None}, "lr must be a number, got None"),
 ])  # fmt: skip
 def test_options_that_cannot_be_meant(options, message):
     model = make()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         foof.Muon(model, **options)
     foof.Muon(model)  # and nothing was left behind on the model
 

@@ -167,7 +167,8 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(("options", "message"), [
     ({"power": -0.25}, "power must be one of"), ({"blend": 1.5}, "blend is how much of the neuron gradient"),
     ({"blend": lambda t: -1.0}, "blend is how much"), ({"damping": lambda t: -1.0}, "damping λ must be a positive"),
-    ({"graft": True}, "graft and blend cannot treat each by itself"),
+    ({"graft": True}, "graft and blend cannot treat each by itself"), ({"graft": True, "include": ["head"]}, "is read by embed, too"),
+    ({"blend": 0.5, "exclude": ["embed"]}, "is read by embed, too"),
 ])  # fmt: skip
 def test_options_that_cannot_be_meant(options, message):
     net = Tied()

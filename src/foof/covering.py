@@ -27,12 +27,24 @@ def kind_of(module: nn.Module) -> type[Layer] | None:
     cls = type(module)
     if not FORWARDS.isdisjoint(vars(module)):
         return None
-    if kind := KINDS_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}"):
-        return kind
+    for base in cls.__mro__:
+        if (kind := KINDS_BY_NAME.get(f"{base.__module__}.{base.__qualname__}")) and getattr(cls, "forward", None) is base.forward:  # type: ignore[attr-defined]
+            return kind
     for known, kind in KINDS.items():
         if isinstance(module, known) and all(getattr(cls, name, None) is getattr(known, name, None) for name in FORWARDS):
             return kind
     return None
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Is it a linear layer or a convolution, whether or not it can be covered?"""
+    kind = kind_of(module)
+    return isinstance(module, tuple(KINDS)[:-1]) if kind is None else kind is not Embedding
+
+
+def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Names of modules; a single one may stand by itself."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def refusal(name: str, module: nn.Module, parent: nn.Module | None) -> str | None:
@@ -83,7 +95,7 @@ def covered_layers(model: nn.Module, exclude: Iterable[str] = (), owned: Contain
     ``functional``: also weights that a module computes with past its hooks (attention), which need no errors.
     ``share_biases``: may a bias belong to several weights? Then there is no one matrix ``[W, bias]`` that it is part of.
     """
-    excluded, owned = tuple(exclude), {id(p) for p in model.parameters()} if owned is None else owned
+    excluded, owned = names_of(exclude), {id(p) for p in model.parameters()} if owned is None else owned
     modules = dict(model.named_modules())
     for name in excluded:
         if name not in modules:

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from foof import cost, linalg, notices
-from foof.covering import by_matrix, covered_layers
+from foof.covering import by_matrix, covered_layers, names_of
 from foof.layers import Layer
 from foof.passes import call_model
 from foof.tap import existing_tap, inputs_seen
+
+EIGENVECTORS = 4.5  # times the flops of an inverse
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Explanation:
     S: int
     measured: bool
     note: str = ""  # on the steps of an optimizer
+    method: str = "FOOF"
     ratio: float | None = None  # of the time of a step to that of SGD with momentum, as predicted
 
     @property
@@ -60,7 +63,7 @@ class Explanation:
         flops, memory = sum(row.flops for row in self.rows), sum(row.memory for row in self.rows)
         bound = "" if self.measured else " at most (give inputs= for the batch at hand)"
         summary = (
-            f"{len(self.covered)} of {len(self.rows)} trainable parameters covered; FOOF adds {_si(flops, 'flop')} per step at "
+            f"{len(self.covered)} of {len(self.rows)} trainable parameters covered; {self.method} adds {_si(flops, 'flop')} per step at "
             f"T={self.T}, S={self.S}{bound} and keeps {_si(memory, 'B')} of statistics."
             + (f" Predicted: {self.ratio:.2f} times the time of a step of SGD with momentum." if self.ratio else "")
         )
@@ -77,20 +80,20 @@ class Explanation:
 
 def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = None, *, exclude: Iterable[str] = (),
             groups: Sequence[Mapping[str, Any]] = (), left: Mapping[str, str] | None = None, changes: Mapping[str, str] | None = None,
-            note: str = "", method: str | None = "FOOF") -> Explanation:  # fmt: skip
+            note: str = "", method: str = "FOOF") -> Explanation:  # fmt: skip
     """Which parameters of a model gradient descent on neurons covers, and what that costs per step.
 
     ``opt.explain()`` explains an optimizer, with what it excludes, its groups, what it has ``left`` to its fallback, and why; and how far
     its latest step moved the outputs of each layer (``changes``, by the name of the weight; ``note``), where that is bounded.
 
     ``inputs`` (a batch as the model takes it) makes the costs those of that batch, and finds covered layers that the model never
-    calls; and how much longer than one of SGD with momentum a step takes is predicted, of a ``method``, ``"FOOF"`` or ``"KFAC"``, without
-    momentum (None: no prediction). Without it, costs are upper bounds over batch sizes. On a model with an optimizer attached that has
+    calls; and how much longer than one of SGD with momentum a step takes is predicted, of the ``method`` ``"FOOF"`` or ``"KFAC"``, without
+    momentum (of others nothing is). Without it, costs are upper bounds over batch sizes. On a model with an optimizer attached that has
     been trained, layers whose hook never fired are warned of, too.
     """
     S = min(T, 10) if S is None else S
     owned = None if left is None else {id(p) for name, p in model.named_parameters() if name not in left}
-    layers, why_not = covered_layers(model, tuple(exclude), owned, functional=True)
+    layers, why_not = covered_layers(model, names_of(exclude), owned, functional=True)
     why_not = why_not if left is None else {**why_not, **left}
     rows_of = _rows_seen(model, layers, inputs) if inputs is not None else {}
     _warn_unused(layers, rows_of, inputs is not None)
@@ -99,7 +102,7 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
     rows: dict[str, Row] = {}
     for same in by_matrix(layers):  # one Σ and one inverse, whatever layers use it
         layer, seen = same[0], [rows_of[id(each)] for each in same if id(each) in rows_of]
-        flops, memory = _cost(layer, sum(seen) if seen else None, T, S)
+        flops, memory = _cost(layer, sum(seen) if seen else None, T, S, method)
         how = "; tied: ".join(_kind(each) for each in same)
         weight, shape = names[id(layer.weight)], tuple(layer.weight.shape)
         if weight in rows:  # tied to a matrix of another layout, which has a Σ and an inverse of its own
@@ -113,8 +116,8 @@ def explain(model: nn.Module, inputs: Any = None, T: int = 100, S: int | None = 
         parameter = model.get_parameter(name)
         rows[name] = Row(name, tuple(parameter.shape), "", reason, group=group_of.get(id(parameter), ""))
     ordered = [rows[name] for name, p in model.named_parameters() if name in rows]
-    ratio = None if inputs is None or method is None else _ratio(model, layers, inputs, method, T, S)
-    return Explanation(tuple(ordered), T, S, inputs is not None, note, ratio)
+    ratio = None if inputs is None or method not in ("FOOF", "KFAC") else _ratio(model, layers, inputs, method, T, S)
+    return Explanation(tuple(ordered), T, S, inputs is not None, note, method, ratio)
 
 
 def _ratio(model: nn.Module, layers: list[Layer], inputs: Any, method: str, T: int, S: int) -> float | None:
@@ -156,12 +159,18 @@ def _warn_unused(layers: list[Layer], rows_of: dict[int, int], measured: bool) -
         notices.warn(f"{label} is covered, but its forward is never called (used functionally, or not at all?): exclude it.")
 
 
-def _cost(layer: Layer, rows: int | None, T: int, S: int) -> tuple[float, int]:
-    """Extra flops per step (precondition, second moment S of T times, inversion every T) and bytes (Σ and its inverse)."""
+def _cost(layer: Layer, rows: int | None, T: int, S: int, method: str = "FOOF") -> tuple[float, int]:
+    """Extra flops per step (precondition, second moment S of T times, inversion every T) and bytes (Σ and its inverse).
+
+    Muon's acts on the momentum, ``(n, m)``; AdamW rotates gradients there and back, and has eigenvectors for an inverse.
+    """
     n, m, groups = layer.n, layer.m, layer.groups
     width = torch.promote_types(layer.weight.dtype, torch.float32).itemsize
     if layer.diagonal:
         return float(n * m), 2 * m * width
+    if method in ("Muon", "AdamW"):
+        turns, inverted = (1, m**3) if method == "Muon" else (2, EIGENVECTORS * m**3)
+        return groups * (turns * 2 * n * m**2 + (S / T) * 1.5 * (rows or n) * m**2 + inverted / T), groups * 2 * m * m * width
     applied = n if rows is None else min(rows, n)
     inverted = m**3 if linalg.inverse_pays(m, linalg.uses(T, applied)) else m**3 / 3
     flops = groups * (2 * applied * m**2 + (S / T) * 1.5 * (rows or n) * m**2 + inverted / T)

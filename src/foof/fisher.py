@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from foof import _torch
 from foof.conjugate import ConjugateGradients, solver_named
-from foof.covering import covered_layers
+from foof.covering import covered_layers, names_of
 from foof.gram import GramOperator, by_layer_named
 from foof.layers import Layer
 from foof.likelihood import Labels, Likelihood, likelihood_named, seeded
@@ -53,7 +53,7 @@ class Fisher:
                  exclude: Iterable[str] = ()) -> None:  # fmt: skip
         by_layer = by_layer_named(blocks)
         source = labels if isinstance(labels, Labels) else Labels(labels, samples)
-        layers, params = fisher_layers(model, tuple(exclude))
+        layers, params = fisher_layers(model, names_of(exclude))
         warn_of_training_mode(model)
         labels_from = seeded(generator, params[0].device)
         calls, N, K = record(model, layers, x, y, source, likelihood_named(likelihood), labels_from, batch_size)

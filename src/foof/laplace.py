@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from foof import linalg
+from foof.covering import names_of
 from foof.fisher import Fisher, fisher_layers, warn_of_training_mode
 from foof.gradients import Call, Columns, blocks_of
 from foof.gram import GramOperator
@@ -401,7 +402,7 @@ def fit_kronecker(model: nn.Module, x: Any, y: Tensor | None = None, *, labels: 
     kind = likelihood_named(likelihood)
     check_data(x, y)
     check_noise(kind, sigma_noise)
-    layers, params = fisher_layers(model, tuple(exclude))
+    layers, params = fisher_layers(model, names_of(exclude))
     warn_of_training_mode(model)
     prior = ParameterSpace(params, params[0].dtype).precision(1.0 if prior_precision is None else prior_precision, "prior_precision")
     if prior.scalar is None:

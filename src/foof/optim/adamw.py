@@ -102,12 +102,14 @@ class AdamW(NeuronOptimizer):
         groups, exclude, maximize, process_group: as for ``foof.FOOF``.
     """
 
+    group_options = ("lr", "weight_decay")
+
     def __init__(self, model: nn.Module, lr: float = 3e-3, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
                  weight_decay: float = 0.01, ema: float = 0.9, T: int = 32, S: int | None = None, spread: bool = False, row_stride: int = 1,
                  rest: Fallback | None = None, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (),
                  maximize: bool = False, process_group: Any = None) -> None:  # fmt: skip
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be in [0, 1), got {betas}.")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be in [0, 1), two of them, got {betas}.")
         self.betas, self.eps = betas, eps
         basis = InputBasis(row_stride)
         engine = engine_for_matrices(model, basis, Schedule.of(T, S, 2, spread), ema, exclude, (), process_group)

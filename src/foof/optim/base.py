@@ -39,6 +39,8 @@ class NeuronOptimizer(Optimizer):
     schedulers see them all. A method is an engine with its estimator, and a rule: ``_update``.
     """
 
+    group_options: tuple[str, ...] = ()  # what a group may set; empty: all that the optimizer has
+
     def __init__(self, engine: Engine, defaults: dict[str, Any], groups: Sequence[Mapping[str, Any]], rest: Fallback,
                  maximize: bool) -> None:  # fmt: skip
         self.preconditioner = engine
@@ -46,7 +48,7 @@ class NeuronOptimizer(Optimizer):
             check_options(defaults)
             if not callable(rest):
                 fallback_named(rest)  # or an error, also where everything is covered
-            own_groups = [check_group(group, engine.model, defaults) for group in groups]
+            own_groups = [check_group(group, engine.model, self.group_options or defaults) for group in groups]
             check_distinct(own_groups)
             covered = list(dict.fromkeys(p for block in engine.blocks for layer in block.layers for p in layer.parameters))
             uncovered = [p for name, p in engine.model.named_parameters() if name in engine.rest]
@@ -166,7 +168,7 @@ class NeuronOptimizer(Optimizer):
         engine = self.preconditioner
         T, S = engine.schedule.T, engine.schedule.S
         (changes, note), groups = self._latest_changes(), self.param_groups
-        method = {"foof": "FOOF", "kfac (KroneckerInverse)": "KFAC"}.get(engine.estimator.name)  # the steps that can be predicted
+        method = {"foof": "FOOF", "kfac (KroneckerInverse)": "KFAC"}.get(engine.estimator.name, type(self).__name__)
         return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=groups, left=engine.rest, changes=changes, note=note,
                        method=method)  # fmt: skip
 

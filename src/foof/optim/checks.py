@@ -18,6 +18,9 @@ Fallback = str | Mapping[str, Any] | Callable[[list[nn.Parameter]], Optimizer]
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise for a learning rate, momentum, decay or damping that cannot be meant."""
+    for name in ("lr", "momentum", "weight_decay"):
+        if not isinstance(options[name], (int, float, Tensor)):
+            raise TypeError(f"{name} must be a number, got {options[name]!r}.")
     if (most := options.get("max_change")) is not None and not 0 < most < float("inf"):
         raise ValueError(f"max_change must be a positive, finite number, or None for no bound, got {most}.")
     if not 0 <= options["lr"] < float("inf"):

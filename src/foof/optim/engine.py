@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from foof import _torch, distributed, notices
-from foof.covering import by_matrix, covered_layers
+from foof.covering import by_matrix, covered_layers, names_of
 from foof.layers import Layer
 from foof.optim import checkpoint, sharing
 from foof.optim.block import Block, made_of
@@ -46,7 +46,7 @@ class Engine:
             raise ValueError(f"ema is the decay m of the moving averages: it must be in [0, 1), got {ema}.")
         self.schedule, self.ema, self.process_group = schedule, ema, process_group
         self.wrapper, self.model = model, unwrapped(model)
-        self.exclude = tuple(exclude)
+        self.exclude = names_of(exclude)
         layers, self.rest = covered_layers(self.model, self.exclude, owned, functional=functional)
         check_coverable(self.model, layers, self.rest)
         self.estimator = estimator(layers[0].weight.device)

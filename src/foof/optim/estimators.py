@@ -237,8 +237,11 @@ def gather_projections(gathered: Gathered, layer: Projection, inputs: tuple[Tens
     for x in inputs:
         if id(x) not in of:  # self-attention: one tensor for all three
             a = layer.input_matrix(x.detach())
-            if mask is not None and mask.numel() == len(a):
-                a = a[mask.flatten()]
+            shape = x.shape[:-1] if x.dim() == 3 else (1, len(a))
+            swapped = x.dim() == 3 and not layer.module.batch_first
+            counted = None if mask is None else over_rows(mask.mT, *shape) if swapped and mask.dim() == 2 else over_rows(mask, *shape)
+            if counted is not None:
+                a = a[counted]
             rows = rows or len(a)
             scale, a = rows / max(len(a), 1) if mean_over_rows else 1.0, some.of(a.to(wide(a.dtype)))
             with torch.autocast(x.device.type, enabled=False):
@@ -249,9 +252,18 @@ def gather_projections(gathered: Gathered, layer: Projection, inputs: tuple[Tens
 
 def _counted(a: Tensor, layer: Layer, mask: Tensor | None) -> Tensor | None:
     """Which rows of ``(N, R, k)`` count: the mask, flat, where it is one over just these rows."""
-    if mask is None or layer.groups > 1 or mask.numel() != a.shape[-3] * a.shape[-2]:
-        return None
-    return mask.flatten()
+    return None if mask is None or layer.groups > 1 else over_rows(mask, a.shape[-3], a.shape[-2])
+
+
+def over_rows(mask: Tensor, first: int, second: int) -> Tensor | None:
+    """A mask ``(N, R)`` in the order of rows ``(N, R)``, ``(N·R, 1)`` or, sequence first, ``(R, N)``; None where rows are not these.
+
+    Where N = R, datapoints are taken to come first.
+    """
+    shape = (*mask.shape, 1)[:2]
+    if (first, second) == shape or (1 in (first, second) and first * second == mask.numel()):
+        return mask.flatten()
+    return mask.mT.flatten() if (second, first) == shape else None
 
 
 # --- KFAC -----------------------------------------------------------------------------------------------------------------

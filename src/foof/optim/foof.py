@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from foof.covering import names_of
 from foof.optim.change import BoundedSteps, Changes
 from foof.optim.checks import Fallback, mean_over_rows
 from foof.optim.engine import Engine, unwrapped
@@ -76,7 +77,7 @@ class FOOF(BoundedSteps):
         if damping is None:
             damping, relative = DAMPING, True
         vocabulary = {} if max_change is None else of_vocabulary(unwrapped(model), exclude)
-        exclude, estimator = (*exclude, *vocabulary), InputMoments(mean_over_rows(loss_average), blocks, row_stride)
+        exclude, estimator = (*names_of(exclude), *vocabulary), InputMoments(mean_over_rows(loss_average), blocks, row_stride)
         schedule = Schedule.of(T, S, spread=spread)
         engine = Engine(model, lambda _: estimator, schedule, ema, exclude=exclude, functional=True, process_group=process_group)
         for name in engine.rest:

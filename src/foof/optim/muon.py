@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from foof import distributed
 from foof._torch import foreach_mul_
+from foof.covering import names_of
 from foof.explain import Explanation, Row
 from foof.layers import Layer
 from foof.optim.base import NeuronOptimizer
@@ -101,15 +102,18 @@ class Muon(NeuronOptimizer):
         ema, T, S: Σ is inverted every T steps, and fed on the S steps before (default ``min(T, 2)``).
         spread: as for ``foof.FOOF``; at power −1/2 one layer after the other, but each at once.
         row_stride: Σ is estimated from every k-th token, which ones moves on with every batch.
-        neurons: the layers that P acts on, by names of modules or the last part of their names; the others are Muon's, without P. None:
+        neurons: the layers that P acts on, by names of modules or the end of their names; the others are Muon's, without P. None:
             all. In a transformer those do best that no norm stands right before (attention's output and the second layer of the MLP):
             ``["out", "down"]``, ``["c_proj"]``, ``["o_proj", "down_proj"]``.
         stacked: layers whose weight holds several matrices, one above the other, and how many: ``{"qkv": 3}``. Each is orthogonalised by
-            itself, as it would be in a layer of its own. Names of modules, or the last part of their names.
+            itself, as it would be in a layer of its own. Names of modules, or the end of them, of which the longest that fits counts:
+            ``{"attn.c_attn": 3, "crossattention.c_attn": 2}``.
         head: names of the output layers; None: the one the model names (``get_output_embeddings``), else the last one defined.
         rest: the fallback optimizer, as for ``foof.FOOF``; by default AdamW with lr 3e-3 and betas (0.9, 0.95).
         groups, exclude, maximize, process_group: as for ``foof.FOOF``.
     """
+
+    group_options = ("lr", "damping", "momentum", "weight_decay")
 
     def __init__(self, model: nn.Module, lr: float = 0.02, damping: float = 0.1, *, power: float = -1.0, momentum: float = 0.95,
                  nesterov: bool = True, weight_decay: float = 0.0, scale: str = "original", orthogonalisation: int = 5,
@@ -118,8 +122,10 @@ class Muon(NeuronOptimizer):
                  rest: Fallback = ADAMW, groups: Sequence[Mapping[str, Any]] = (), exclude: Iterable[str] = (), maximize: bool = False,
                  process_group: Any = None) -> None:  # fmt: skip
         check_rule(damping, power, scale)
+        if not isinstance(orthogonalisation, int) or orthogonalisation < 1:
+            raise ValueError(f"orthogonalisation is how many steps of Newton-Schulz: a whole number from 1 on, got {orthogonalisation!r}.")
         self.nesterov, self.scale, self.orthogonalisation = nesterov, scale, orthogonalisation
-        named = None if neurons is None else (neurons,) if isinstance(neurons, str) else tuple(neurons)
+        named = None if neurons is None else names_of(neurons)
         inputs, schedule = InputsForMomentum(power, row_stride, named), Schedule.of(T, S, 2, spread)
         engine = engine_for_matrices(model, inputs, schedule, ema, exclude, head, process_group)
         defaults = {"lr": lr, "damping": damping, "relative": True, "momentum": momentum, "weight_decay": weight_decay}
@@ -127,7 +133,7 @@ class Muon(NeuronOptimizer):
         try:
             check_named(engine.blocks, named)
             self._stacked = stacked_in(engine.blocks, stacked or {})
-        except ValueError:
+        except BaseException:
             self.remove()
             raise
 
@@ -175,7 +181,7 @@ class Muon(NeuronOptimizer):
 def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Schedule, ema: float, exclude: Iterable[str],
                         head: Iterable[str] | None, process_group: Any) -> Engine:  # fmt: skip
     """An engine for the weights that `split` chooses, which knows why not the others."""
-    exclude = tuple(exclude)
+    exclude = names_of(exclude)
     chosen = split(unwrapped(model), exclude, head)
     if not chosen.weights:
         said = "; ".join(f"{name}: {why}" for name, why in list(chosen.why_not.items())[:5])
@@ -187,8 +193,8 @@ def engine_for_matrices(model: nn.Module, estimator: InputMoments, schedule: Sch
 
 
 def called(layers: Iterable[Layer], name: str) -> bool:
-    """Is this the name of one of these layers, or the last part of it?"""
-    return any(name in (layer.name, layer.name.rpartition(".")[2]) for layer in layers)
+    """Is this the name of one of these layers, or the end of it: ``"h.0.attn.c_attn"``, ``"attn.c_attn"``, ``"c_attn"``?"""
+    return any(f".{layer.name}".endswith(f".{name}") for layer in layers)
 
 
 def check_named(blocks: Iterable[Block], neurons: Sequence[str] | None) -> None:
@@ -200,15 +206,22 @@ def check_named(blocks: Iterable[Block], neurons: Sequence[str] | None) -> None:
 
 
 def stacked_in(blocks: Iterable[Block], stacked: Mapping[str, int]) -> dict[Block, int]:
-    """How many matrices stand one above the other in the weights of these blocks, by names of their layers or the last part of these."""
-    found = {name: [block for block in blocks if called(block.layers, name)] for name in stacked}
-    for name, count in stacked.items():
-        if not found[name]:
+    """How many matrices stand one above the other in the weights of these blocks, by names of their layers or ends of these: the longest
+    that fits says."""
+    if not isinstance(stacked, Mapping):
+        raise TypeError(f'stacked says how many matrices a layer\'s weight holds: {{"qkv": 3}}, got {stacked!r}.')
+    found: dict[Block, int] = {}
+    for name in sorted(stacked, key=len):
+        count, those = stacked[name], [block for block in blocks if called(block.layers, name)]
+        if not those:
             raise ValueError(f"stacked: no layer that Muon steps is called {name!r}; `opt.explain()` without it lists them.")
-        for layer in (block.layer for block in found[name]):
-            if not isinstance(count, int) or count < 1 or layer.n % count or layer.groups > 1:
-                raise ValueError(f"stacked: the {layer.n * layer.groups} outputs of {layer.name} are not those of {count!r} matrices.")
-    return {block: stacked[name] for name, those in found.items() for block in those}
+        for layer in (block.layer for block in those):
+            if layer.groups > 1:
+                raise ValueError(f"stacked: {layer.name} is taken for {layer.groups} matrices as it is; leave it out.")
+            if not isinstance(count, int) or count < 1 or layer.n % count or layer.n == count:
+                raise ValueError(f"stacked: the {layer.n} outputs of {layer.name} are not those of {count!r} matrices.")
+        found |= dict.fromkeys(those, count)
+    return found
 
 
 def check_rule(damping: float, power: float, scale: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from foof.covering import names_of
 from foof.kronecker import InputInverse
 from foof.optim.base import NeuronOptimizer
 from foof.optim.block import Block, Damping
@@ -61,7 +62,7 @@ def precondition(optimizer: AnyOptimizer, model: nn.Module, *, method: str = "fo
     schedule = Schedule.of(T, S, spread=spread)
     strength = ScheduledDamping(damping, relative, schedule)
     make = METHODS[method](Damping(strength["damping"], relative), ema, **options)
-    exclude = (*exclude, *(outside(unwrapped(model), include) if include is not None else ()))
+    exclude = (*names_of(exclude), *(outside(unwrapped(model), include) if include is not None else ()))
     engine = Engine(model, make, schedule, ema, exclude=exclude, owned=owned, functional=method == "foof", process_group=process_group)
     if method != "foof":
         check_unsharded(engine)
@@ -126,12 +127,14 @@ class NeuronGradients(InputMoments):
 
     def check(self, engine: Engine) -> None:
         """Raise where plain gradients of one weight could not be told apart."""
-        tied = [block.name for block in engine.blocks if block.shares_weight]
-        if self.plain and tied:
+        for block in engine.blocks if self.plain else ():
+            others = readers(engine.model, block)
+            if not others:
+                continue
             engine.remove()
             raise ValueError(
-                f"{' and '.join(tied)}: a weight that is read as different matrices has one plain gradient, so that graft and blend cannot "
-                "treat each by itself: leave one of them out with exclude=[...], or leave out graft and blend."
+                f"{block.name}: its weight is read by {' and '.join(others)}, too, in another way or not covered, and has one plain "
+                "gradient, so that graft and blend cannot treat each by itself: untie them, or leave out graft and blend."
             )
 
     def invert(self, block: Block, T: int) -> InputInverse:
@@ -155,6 +158,13 @@ class NeuronGradients(InputMoments):
         super().precondition(ledgers)
         for block, G in plain.items():
             block.write(blended(G, block.raw(), self.beta, self.graft))
+
+
+def readers(model: nn.Module, block: Block) -> list[str]:
+    """The modules (names) that have this block's weight, and are not of this block."""
+    own = {id(layer.module) for layer in block.layers}
+    others = [(name, module) for name, module in model.named_modules() if id(module) not in own]
+    return [name for name, module in others if any(p is block.weight for p in module.parameters(recurse=False))]
 
 
 def _foof(damping: Damping, ema: float, *, power: float = -1.0, graft: bool = False, blend: float | Scheduled = 1.0,

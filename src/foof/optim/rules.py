@@ -104,7 +104,7 @@ def blended(G: Tensor, N: Tensor, beta: float, graft: bool) -> Tensor:
 # --- Muon ------------------------------------------------------------------------------------------------------------------------
 
 
-def newton_schulz(M: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+def newton_schulz(M: Tensor, steps: int = 5) -> Tensor:
     """About ``U Vᵀ`` of ``M = U S Vᵀ`` ``(..., n, m)``: singular values s ↦ p(p(…p(s/‖M‖))), ``p(s) = a s + b s³ + c s⁵``.
 
     In the precision that is fast where M is: bfloat16 on CUDA, float32 elsewhere; float64 stays. The answer has M's dtype.
@@ -113,7 +113,7 @@ def newton_schulz(M: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
     tall = M.shape[-2] > M.shape[-1]
     X = (M.mT if tall else M).to(_fast_dtype(M))
     X = X.flatten(end_dim=-3) if X.dim() > 3 else X
-    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp_min(eps)
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(X.dtype).tiny ** 0.5)  # a loss of any scale; zeros stay
     fused = torch.addmm if X.dim() == 2 else torch.baddbmm
     for _ in range(steps):
         gram = X @ X.mT

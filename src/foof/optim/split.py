@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from foof.covering import by_matrix, covered_layers
-from foof.layers import Embedding, Layer
+from foof.covering import by_matrix, covered_layers, is_matrix, names_of
+from foof.layers import Embedding
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def split(model: nn.Module, exclude: Iterable[str] = (), head: Iterable[str] | N
     of a single row or column, and biases. head None: the output layer is found by `output_layers`.
     """
     layers, why_not = covered_layers(model, exclude, functional=True)
-    heads = output_layers(model, layers) if head is None else named(model, head)
+    heads = output_layers(model) if head is None else named(model, names_of(head))
     embedded = {id(layer.weight) for layer in layers if isinstance(layer, Embedding)}
     matrices = by_matrix(layers)
     read = [id(same[0].weight) for same in matrices]
@@ -57,7 +57,7 @@ def of_vocabulary(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, st
     model that has some its output layer. Empty where nothing else could be covered."""
     layers, _ = covered_layers(model, exclude, functional=True)
     embedded = {id(layer.weight) for layer in layers if isinstance(layer, Embedding)}
-    heads = output_layers(model, layers) if embedded else set()
+    heads = output_layers(model) if embedded else set()
     why = {}
     for layer in layers:
         if isinstance(layer, Embedding):
@@ -69,18 +69,22 @@ def of_vocabulary(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str, st
     return why if len(why) < len(layers) else {}
 
 
-def output_layers(model: nn.Module, layers: list[Layer]) -> set[int]:
-    """The module (id) that makes the model's outputs: the one the model names itself, as Hugging Face's do, else the last defined."""
+def output_layers(model: nn.Module) -> set[int]:
+    """The module (id) that makes the model's outputs: the one the model names itself, as Hugging Face's do, else the last defined,
+    whether or not it is trained or covered."""
     named_by_model = getattr(model, "get_output_embeddings", None)
     if callable(named_by_model) and (module := named_by_model()) is not None:
         return {id(module)}
-    return {id(layer.module) for layer in [layer for layer in layers if not (isinstance(layer, Embedding) or layer.functional)][-1:]}
+    modules = dict(model.named_modules())
+    around = {name: modules.get(name.rpartition(".")[0]) for name in modules}
+    found = [m for name, m in modules.items() if is_matrix(m) and not isinstance(around[name], nn.MultiheadAttention)]
+    return {id(module) for module in found[-1:]}
 
 
 def named(model: nn.Module, names: Iterable[str]) -> set[int]:
-    """The modules (ids) of these names."""
+    """The modules (ids) of these names, and all inside them."""
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
             raise ValueError(f"head: the model has no module named {name!r}; names are those of model.named_modules().")
-    return {id(modules[name]) for name in names}
+    return {id(inside) for name in names for inside in modules[name].modules()}
