@@ -168,7 +168,8 @@ class NeuronOptimizer(Optimizer):
         engine = self.preconditioner
         T, S = engine.schedule.T, engine.schedule.S
         (changes, note), groups = self._latest_changes(), self.param_groups
-        method = {"foof": "FOOF", "kfac (KroneckerInverse)": "KFAC"}.get(engine.estimator.name, type(self).__name__)
+        names = {"foof": "FOOF", "kfac (KroneckerInverse)": "KFAC", "kfac (EigenInverse)": "KFAC with standard damping"}
+        method = names.get(engine.estimator.name, type(self).__name__)
         return explain(engine.model, inputs, T, S, exclude=engine.exclude, groups=groups, left=engine.rest, changes=changes, note=note,
                        method=method)  # fmt: skip
 
