@@ -2,8 +2,8 @@
 what is tried of both.
 
 Each method has three learning rates to choose from, its authors' or this field's usual one in the middle, and three values of its knob,
-the usual one first. Variants have the setting of the method they vary. What is not a matrix inside the network (embeddings, norms, and under Muon the head) is stepped by AdamW at lr 3e-3
-in every method of Muon's kind.
+the usual one first. Variants have the setting of the method they vary. What is not a matrix inside the network (embeddings, norms, and
+under Muon the head) is stepped by AdamW at lr 3e-3 in every method of Muon's kind.
 """
 
 from __future__ import annotations
