@@ -226,6 +226,7 @@ def test_layers_without_neurons_keep_no_statistics():
     train(model, opt, batches(6, 1))
     up, down = opt.preconditioner.blocks
     assert (up.name, up.moments, up.inverse) == ("up", {}, None)
+    assert not model.up._forward_hooks  # nor is anything to be seen of them
     assert down.inverse is not None
     rows = {row.parameter: row for row in opt.explain().rows}
     assert rows["up.weight"].covered == "Linear, 8×6, 2 stacked, without neurons"

@@ -62,7 +62,7 @@ class Engine:
         self.turns = Turns(self.blocks, self.estimator, schedule, process_group) if schedule.spread else None
         self.keeps_plain = False  # are gradients kept as they were before preconditioning, until the step has been taken?
         self.plain_gradients: list[Tensor] = []
-        self.taps = [tap(layer, self) for layer in layers]
+        self.taps = [tap(layer, self) for layer in layers if self._block_of[id(layer)].moments or not self.estimator.moments]
         self._recording: Receiver | None = None
         self._sharded = any(distributed.is_sharded(block.weight) for block in self.blocks)
         self._bypass: dict[Block, Bypass] | None = {}  # None: one step has told
