@@ -10,12 +10,14 @@ import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "lm"
 PEERS = ("SOAP", "Shampoo")
+MODULES = ("run", "data", "methods", "model", "neurons", "results")
 
 
 @pytest.fixture
 def lm(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
+    for name in MODULES:  # of another benchmark that has been imported before
+        monkeypatch.delitem(sys.modules, name, raising=False)
     run = importlib.import_module("run")
     words = torch.randint(97, 123, (40, 5), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     text = words[torch.randint(40, (2000,), generator=torch.Generator().manual_seed(1))].flatten()
@@ -23,9 +25,8 @@ def lm(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "RECORDS", tmp_path / "records.jsonl")
     monkeypatch.setattr(run, "SELECTED", tmp_path / "selected.jsonl")
     yield run
-    for name in set(sys.modules) - before:
-        if name in ("run", "data", "methods", "model", "neurons", "results"):
-            del sys.modules[name]
+    for name in MODULES:
+        sys.modules.pop(name, None)
 
 
 def names():
