@@ -343,6 +343,26 @@ def test_what_is_recorded_is_not_measured_again(tmp_path):
     assert (new, len(calls), records.read(path)) == (True, 2, [again])
 
 
+def test_a_part_of_the_benchmark_does_not_replace_a_full_run(tmp_path):
+    full, path = {"quick": False, "rounds": None, "methods": ()}, tmp_path / "bench.jsonl"
+    records.Store(path, {**full, "quick": True}).measured("a", dict)
+    records.Store(path, full).protect(["a"])  # a full run may replace a quick one
+    records.Store(path, full).measured("a", dict)
+    for part in ({"quick": True}, {"rounds": 1}, {"methods": ("FOOF",)}):
+        store = records.Store(path, {**full, **part})
+        with pytest.raises(ValueError, match="--out"):
+            store.protect(["a", "b"])
+        store.protect(["b"])
+
+
+def test_the_command_asks_for_another_file_before_it_measures(tmp_path, capsys):
+    path = tmp_path / "bench.jsonl"
+    records.Store(path, {"quick": False, "rounds": None, "methods": ()}).measured("steps/mlp-1000", dict)
+    status, _, said = foof_command(capsys, "bench", "mlp-1000", "--quick", "--out", path)
+    assert status == 1
+    assert "name another file with --out" in " ".join(said.split())
+
+
 def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"format": 99}\n')
     with pytest.raises(ValueError, match=r"line 1: a record of `foof bench` in format 1 was needed"):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foof import linalg
+from foof import _torch, linalg
 
 
 def semidefinite(m, rank, batch=(), dtype=torch.float64):
@@ -92,9 +92,11 @@ def test_error_names_the_layer_and_a_damping_that_works():
         linalg.damped_cholesky(torch.full((2, 2), float("nan")), 1.0)
 
 
+@pytest.mark.parametrize("product", [None, _torch.onednn_linear], ids=["MKL", "oneDNN"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_large_product_is_the_product(dtype, transposed):
+def test_a_large_product_is_the_product(dtype, transposed, product, monkeypatch):
+    monkeypatch.setattr(linalg, "ONEDNN", product)
     X, Y = torch.randn(40, 700, dtype=dtype), torch.randn(700, 700, dtype=dtype)
     Y = Y.mT if transposed else Y
     assert len(X) * Y.numel() >= linalg.LARGE

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -41,11 +41,16 @@ def usable_cores() -> list[int]:
 
 
 def pin(threads: int) -> None:
-    """Compute on this many threads, on as many cores of their own: the first of those this process may use."""
+    """Compute on this many threads, on as many cores of their own: the first of those this process may use.
+
+    Numbers too small to be normal are zero, if nothing has been computed before: errors become such where a method has learnt its few
+    random batches by heart, and some processors take a hundred times as long for them.
+    """
     there = usable_cores()
     if threads > len(there):
         raise ValueError(f"each thread has a core of its own: this process may use {len(there)}, but {threads} threads were asked for")
     torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, there[:threads])
 
@@ -90,7 +95,13 @@ def elsewhere(module: str, *arguments: object) -> Any:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def fastest(call: Callable[[], Any], device: torch.device, seconds: float = 0.15) -> float:
+def seconds_in_turns(calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = 7) -> dict[str, float]:
+    """Seconds of each of these, the median over rounds in which each has its turn: a machine is not equally fast all the time."""
+    taken = [{name: seconds_of(call, device, 0.05) for name, call in calls.items()} for _ in range(rounds)]
+    return {name: statistics.median(of[name] for of in taken) for name in calls}
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Seconds of one call, the median of as many as fit into this time (at least three), after one to warm up."""
     call()
     taken: list[float] = []

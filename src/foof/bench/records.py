@@ -49,6 +49,17 @@ class Store:
         read(path)  # or an error, before anything is measured
         self.fresh = set[str]() if fresh else None  # units of this very run, if earlier ones do not count
 
+    def protect(self, units: Iterable[str]) -> None:
+        """Raise a ``ValueError`` where a run that is quick, or of some rounds or methods, would replace what a full one has measured."""
+        if _full(self.setup["setup"]):
+            return
+        held = {record["unit"] for record in read(self.path) if _full(record["setup"])}.intersection(units)
+        if held:
+            raise ValueError(
+                f"{self.path} has {len(held)} of these measurements of a full run ({', '.join(sorted(held)[:3])}), which this would "
+                f"replace: name another file with --out, or leave out --quick, --rounds and --method."
+            )
+
     def get(self, unit: str, timed: bool = True) -> Record | None:
         """The record of a unit, if it holds for this run. What is not ``timed`` holds on any machine."""
         if timed and self.fresh is not None and unit not in self.fresh:
@@ -67,6 +78,11 @@ class Store:
         if self.fresh is not None:
             self.fresh.add(unit)
         return record, True
+
+
+def _full(setup: Record) -> bool:
+    """Of all methods, in all their rounds?"""
+    return not (setup["quick"] or setup["rounds"] or setup["methods"])
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from foof import cost
 from foof.bench.cases import Case, fully_connected
-from foof.bench.machine import fastest
+from foof.bench.machine import seconds_in_turns
 from foof.bench.methods import BASELINE, METHODS, Training
 from foof.covering import covered_layers
 from foof.linalg import damped_cholesky, damped_inverse, solve_right, times_transposed
@@ -19,47 +19,41 @@ PREDICTED = ("FOOF", "KFAC")
 
 
 def calibrate(device: torch.device) -> cost.Machine:
-    """How fast this machine multiplies, moves, inverts and calls: each from a piece of a step, in a few seconds."""
+    """How fast this machine multiplies, moves, inverts and calls: each from a piece of a step, in turns, in a few seconds."""
     rows, W = torch.randn(100, 1000, device=device), torch.randn(1000, 1000, device=device)
-    multiplied = fastest(lambda: (rows @ W.mT, rows @ W, rows.mT @ rows), device)
-    with torch.no_grad():
-        own = fastest(lambda: times_transposed(rows, W), device)
-        L = damped_cholesky(W @ W.mT / 1000, 1.0)
-        solved = fastest(lambda: solve_right(rows, L), device)
+    L = damped_cholesky(W @ W.mT / 1000, 1.0)
     update = torch.optim.SGD([nn.Parameter(W.clone()) for _ in range(3)], lr=1e-9, momentum=0.9)
     for p in update.param_groups[0]["params"]:
         p.grad = torch.randn_like(p)
-    moved = fastest(update.step, device)
-    anew = fastest(lambda: torch.empty(4000, 4000, device=device).zero_(), device)
-    inverted = {m: _inversion(m, device) for m in (500, 1500)}
-    memory = 8 * 3 * W.numel() * cost.FLOAT / moved
-    per_entry = (inverted[500] / 500**3 - inverted[1500] / 1500**3) / (1 / 500 - 1 / 1500)  # t = m³ / rate + m² · per_entry
-    rate = 1 / (inverted[1500] / 1500**3 - per_entry / 1500)
-    plain, tapped, work = _small(device)
+    small = replace(fully_connected(16, 4), T=10**6, S=1, device=str(device))  # where there is nothing to compute
+    (x, y), *_ = small.batches(1)
+    sgd, foof = Training(BASELINE, small), Training(METHODS["FOOF"], small)
+    narrow, broad = _moment(500, device), _moment(1500, device)
+    seconds = seconds_in_turns(
+        {
+            "products": lambda: (rows @ W.mT, rows @ W, rows.mT @ rows), "own": torch.no_grad()(lambda: times_transposed(rows, W)),
+            "solve": lambda: solve_right(rows, L), "update": update.step, "anew": lambda: torch.empty(4000, 4000, device=device).zero_(),
+            "invert 500": lambda: damped_inverse(narrow, 1.0), "invert 1500": lambda: damped_inverse(broad, 1.0),
+            "SGD": lambda: sgd.step(x, y), "FOOF": lambda: foof.step(x, y),
+        }, device
+    )  # fmt: skip
+    sgd.close()
+    foof.close()
+    work, flops = work_of(small), 2 * 100 * 1000**2
+    memory = 8 * 3 * W.numel() * cost.FLOAT / seconds["update"]
+    cubes = seconds["invert 500"] / 500**3, seconds["invert 1500"] / 1500**3
+    per_entry = (cubes[0] - cubes[1]) / (1 / 500 - 1 / 1500)  # t = m³ / rate + m² · per_entry,
+    per_entry = min(max(per_entry, 0.0), 1000 * cubes[1])  # of which the second part is at most two thirds at 1,500, on a busy machine, too
     return cost.Machine(
-        products=3 * 2 * 100 * 1000**2 / multiplied, own_products=2 * 100 * 1000**2 / own, solves=2 * 100 * 1000**2 / solved, memory=memory,
-        pages=4 * 4000**2 / anew, inverse=rate, inverse_bytes=max(per_entry, 0.0) * memory, operation=plain / work.operations,
-        tap=max(tapped - plain, 0.0) / len(work.layers),
+        products=3 * flops / seconds["products"], own_products=flops / seconds["own"], solves=flops / seconds["solve"], memory=memory,
+        pages=4 * 4000**2 / seconds["anew"], inverse=1 / (cubes[1] - per_entry / 1500), inverse_bytes=per_entry * memory,
+        operation=seconds["SGD"] / work.operations, tap=max(seconds["FOOF"] - seconds["SGD"], 0.0) / len(work.layers),
     )  # fmt: skip
 
 
-def _inversion(m: int, device: torch.device) -> float:
-    S = torch.randn(m, 2 * m, device=device)
-    S = S @ S.mT / m
-    return fastest(lambda: damped_inverse(S, 1.0), device, 0.5)
-
-
-def _small(device: torch.device) -> tuple[float, float, cost.Work]:
-    """Seconds of a step of SGD and of FOOF where there is nothing to compute, and the work."""
-    case = replace(fully_connected(16, 4), device=str(device))
-    (x, y), *_ = case.batches(1)
-    seconds = []
-    for method in (BASELINE, METHODS["FOOF"]):
-        training = Training(method, replace(case, T=10**6, S=1))
-        training.step(x, y)
-        seconds.append(fastest(lambda training=training: training.step(x, y), device))  # type: ignore[misc]
-        training.close()
-    return seconds[0], seconds[1], work_of(case)
+def _moment(m: int, device: torch.device) -> torch.Tensor:
+    A = torch.randn(m, 2 * m, device=device)
+    return A @ A.mT / m
 
 
 def work_of(case: Case) -> cost.Work:

@@ -91,8 +91,6 @@ def check_state_dict(engine: Saved, state: Mapping[str, Any]) -> None:
         differing = sorted({name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name)})
         lines = "; ".join(f"{name or 'model'}: saved {saved.get(name)}, model {ours.get(name)}" for name in differing[:5])
         raise ValueError(f"this checkpoint is of another architecture ({lines} as [groups, outputs, inputs]).")
-
-
     of_neurons = {block.layer.name: list(block.moments) for block in engine.blocks}
     differing = sorted(name for name, block in state["blocks"].items() if list(block["moments"]) != of_neurons[name])
     if differing:
