@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from foof import cli
+from foof.study import data
 from foof.study.paper import experiments
 from foof.study.paper.verdicts import Ruling
 from foof.study.search.presets import PRESETS
-from foof.study.search.store import Store
+from foof.study.search.store import Store, dump
 from foof.study.search.sweep import Interrupted
 from foof.study.train.setting import Record, Setting
 
@@ -50,6 +51,46 @@ def test_reproduce_ends_in_a_report_and_does_nothing_twice(capsys, tmp_path):
     assert (out / "figures" / "fig4b.svg").exists()
     assert foof(capsys, "export", tmp_path / "all.jsonl.gz", "--out", out)[1].startswith(f"{runs} records")
     assert (tmp_path / "all.jsonl.gz").exists()
+
+
+def test_records_of_other_files_than_are_here_are_not_taken_over(capsys, tmp_path, monkeypatch):
+    def record(dataset, source, used):
+        return Record(Setting(dataset=dataset, source=source), "finished", {}, {}, {}, {"test_records": used})
+
+    kept = [record("cifar-10", "full", 2000), record("fashion-mnist", "embedded", 1000)]
+    dump([*kept, record("cifar-100", "full", 2000)], tmp_path / "a.jsonl.gz")
+    here = {"cifar-10": 2000, "cifar-100": 10_000}
+    monkeypatch.setattr(cli.data, "test_records", here.__getitem__)
+    with Store(":memory:") as into:
+        cli._take_over(tmp_path / "a.jsonl.gz", into)
+        assert {r.setting for r in into} == {r.setting for r in kept}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 records that came with the package are left out" in said
+    assert "cifar-100 with 2000 test records, not 10000" in said
+
+
+def test_with_the_official_files_none_of_the_package_s_records_of_a_part_is_taken_over(monkeypatch):
+    parts = {"cifar-10", "cifar-100", "svhn"}
+    monkeypatch.setattr(cli.data, "test_records", lambda name: data.SPECS[name].counts[1])
+    with Store(":memory:") as into:
+        cli._take_over(experiments.committed(PRESETS["reduced"]), into)
+        assert not parts & {r.setting.dataset for r in into}
+        assert len(into) > 50
+    monkeypatch.setattr(cli.data, "test_records", lambda name: 2000 if name in parts else data.SPECS[name].counts[1])
+    with Store(":memory:") as into:
+        cli._take_over(experiments.committed(PRESETS["reduced"]), into)
+        assert parts <= {r.setting.dataset for r in into}
+
+
+def test_test_records_are_those_of_the_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOOF_DATA", str(tmp_path))
+    assert data.test_records("cifar-10") == 10_000  # which would be fetched
+    assert data.test_records("curves") == 10_000  # which would be made
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    (folder / "data_batch_1.bin").write_bytes(bytes(3073 * 4))
+    (folder / "test_batch.bin").write_bytes(bytes(3073 * 3))
+    assert data.test_records("cifar-10") == 3
 
 
 def test_one_claim_runs_only_what_it_needs(capsys, tmp_path):

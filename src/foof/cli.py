@@ -6,9 +6,11 @@ import math
 import os
 import sys
 import webbrowser
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -165,7 +167,7 @@ def reproduce(
     experiments = _chosen(what, size) if what else _at_hand(_chosen(what, size), size)
     with store.Store(_records_file(out)) as into:
         if (size.centred or size.reduced) and committed(size).exists():
-            into.load_dump(committed(size))  # hours that need not be spent again
+            _take_over(committed(size), into)  # hours that need not be spent again
         _announce(experiments, size, into, workers)
         with _sweeping(into, workers, scheduler) as run_all:
             outcomes = conduct(experiments, size, run_all, into.get)
@@ -176,6 +178,22 @@ def reproduce(
     console.print(f"Report: [bold]{page}[/]   Claims: {out / 'claims.csv'}   Records: {out / 'records.csv'}")
     if strict and any(v.ruling is Ruling.FAILS for o in outcomes for v in o.verdicts):
         raise typer.Exit(1)
+
+
+def _take_over(dump: Path, into: store.Store) -> None:
+    """The records of a dump, but those of other files than are here: a part of a data set has other losses than all of it."""
+    here, others = cache(data.test_records), Counter[str]()
+
+    def of_these_files(record: Record) -> bool:
+        name, used = record.setting.dataset, record.environment.get("test_records")
+        if record.setting.source != "full" or used in (None, here(name)):
+            return True
+        others[f"{name} with {used} test records, not {here(name)}"] += 1
+        return False
+
+    into.load_dump(dump, of_these_files)
+    for which, count in others.items():
+        console.print(f"{count} records that came with the package are left out: they are of other files ({which}).", highlight=False)
 
 
 @app.command("claims")
@@ -199,8 +217,10 @@ def _known(size: Preset, out: Path) -> Iterator[store.Store]:
                 records.put_all(theirs)
         own = begun(size, remembered(records))
         if (size.centred or size.reduced or not own) and committed(size).exists():
-            records.load_dump(committed(size))
-            if not own:
+            if own:
+                _take_over(committed(size), records)
+            else:
+                records.load_dump(committed(size))
                 console.print(f"No records of the preset {size.name} in {out}: these are the ones that came with the package.")
         yield records
 
@@ -372,8 +392,9 @@ def bench(
     """Measure what steps, solves and a given loss cost, against SGD, AdamW, Muon and second-order peers, in one interleaved run."""
     setup = bench_run.Setup(quick, threads, device, rounds, tuple(method or ()))
     units = bench_run.plan(setup, what or ())
-    pin(threads)
     store = bench_records.Store(out, asdict(setup), fresh)
+    store.protect(unit.name for unit in units if unit.timed and unit.name != "machine")
+    pin(threads)
     console.print(f"[bold]foof bench[/] · {len(units)} measurements into {out}; Ctrl-C loses the one in hand.", highlight=False)
     with console.status("") as status:
 

@@ -1,5 +1,5 @@
 """Formats, downloads, data sets, and the images that come with the package."""
 
-from foof.study.data.datasets import SOURCES, SPECS, Data, Found, available, data_folder, load, read, there
+from foof.study.data.datasets import SOURCES, SPECS, Data, Found, available, data_folder, load, read, test_records, there
 
-__all__ = ["SOURCES", "SPECS", "Data", "Found", "available", "data_folder", "load", "read", "there"]
+__all__ = ["SOURCES", "SPECS", "Data", "Found", "available", "data_folder", "load", "read", "test_records", "there"]

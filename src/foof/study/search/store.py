@@ -10,7 +10,7 @@ import csv
 import gzip
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,9 @@ class Store:
         for (body,) in self._execute("SELECT body FROM records ORDER BY written, rowid"):
             yield Record.from_dict(json.loads(body))
 
-    def load_dump(self, path: Path | str) -> int:
-        """Add the records of a dump that are not here yet, all or none; returns how many there were."""
-        return self.put_all(record for record in read_dump(path) if record.setting not in self)
+    def load_dump(self, path: Path | str, wanted: Callable[[Record], bool] = lambda record: True) -> int:
+        """Add the records of a dump that are wanted and not here yet, all or none; returns how many there were."""
+        return self.put_all(record for record in read_dump(path) if record.setting not in self and wanted(record))
 
     def put_all(self, records: Iterable[Record]) -> int:
         """Write records, all or none; returns how many."""
