@@ -35,6 +35,7 @@ class Nets:
 
     tasks: Mapping[str, Task]  # "resnet", "vgg" and the autoencoders' data sets
     figures: tuple[str, ...] = ()  # those that are run; none named: all
+    extend: int = 1  # how often a grid may grow
     batches: tuple[int, ...] = (128, 256, 512, 1024)  # of Figs. J.17 and J.18
 
 
@@ -109,6 +110,7 @@ REDUCED_NETS = Nets(
         **{name: Task(_codes(dataset=name, **REDUCED_CODE), 10, 2, 20, 120) for name in ("faces", "mnist", "curves")},
     },
     batches=(32, 64, 128, 256),
+    extend=3,
 )  # fmt: skip
 PAPER_NETS = Nets(
     {
@@ -117,7 +119,8 @@ PAPER_NETS = Nets(
         "faces": Task(_codes(dataset="faces", train_size=103_500, batch_size=1000, steps=10_300), 10, 10, 50, 2000),
         "mnist": Task(_codes(dataset="mnist", train_size=60_000, batch_size=1000, steps=12_000), 10, 10, 50, 2400),
         "curves": Task(_codes(dataset="curves", train_size=20_000, batch_size=1000, steps=4000), 10, 10, 50, 800),
-    }
+    },
+    extend=3,
 )  # fmt: skip
 
 
@@ -195,7 +198,8 @@ def of_task(preset: Preset, task: Task, setting: Setting, middle: Pair, urgency:
         else:
             rows = tuple(rows[0].moved(2 * i, i * (-ridge[0] if i < 0 else ridge[1])) for i in (-1, 0, 1))
     stop = task.grid_steps * setting.steps // task.base.steps if task.grid_steps else None  # runs of fewer, larger batches stop as early
-    return Search(setting, rows, extend=1, seeds=preset.seeds, urgency=urgency, grid_steps=stop)
+    assert preset.nets is not None
+    return Search(setting, rows, extend=preset.nets.extend, seeds=preset.seeds, urgency=urgency, grid_steps=stop)
 
 
 def ladder(lr: float, n: int) -> tuple[float, ...]:

@@ -49,7 +49,8 @@ def build(name: str, shape: Sequence[int], hidden: Sequence[int], outputs: int, 
     """The network called `name` for inputs of `shape` (C, H, W). `train_norm`: are batch norm's parameters trained, if it has any?"""
     if name not in MODELS:
         raise ValueError(f"no model is called {name!r}; there are {', '.join(MODELS)}")
-    return MODELS[name](shape, hidden, outputs, train_norm, generator)
+    model = MODELS[name](shape, hidden, outputs, train_norm, generator)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # convolutions are a quarter faster so
 
 
 def trains_norm(optimizer: str, wanted: bool | None) -> bool:
