@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from foof.study.paper.experiments import experiments_of
 from foof.study.search.presets import PRESETS
@@ -85,12 +87,23 @@ def kill_sweeps(kills: int, folder: Path, expected: dict[str, str], count: int, 
     return {"kills": done, "sweeps": sweeps, "runs per sweep": count, "kills with records in the store": sum(n > 0 for n in kept)}
 
 
-def kill_dask_workers(kills: int, folder: Path, expected: dict[str, str], count: int, seed: int = 0) -> dict[str, int | str]:
-    """Sweep on a cluster of two workers, killing one of them after every tenth record or so; as many sweeps as the kills take."""
+@contextmanager
+def two_dask_workers() -> Iterator[Any]:
+    """A cluster on this machine. Dask waits without end for a worker that died while it was being closed; here, for a while."""
     from distributed import LocalCluster
 
+    cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None)
+    try:
+        yield cluster
+    finally:
+        with suppress(TimeoutError):
+            cluster.close(timeout=60)
+
+
+def kill_dask_workers(kills: int, folder: Path, expected: dict[str, str], count: int, seed: int = 0) -> dict[str, int | str]:
+    """Sweep on a cluster of two workers, killing one of them after every tenth record or so; as many sweeps as the kills take."""
     chance, done, sweeps = random.Random(seed), 0, 0
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with two_dask_workers() as cluster:
 
         def perhaps_kill(*_: object) -> None:
             nonlocal done

@@ -145,8 +145,8 @@ def test_workers_end_with_a_killed_sweep(tmp_path):
 
 
 def test_a_dask_cluster_gives_the_same_records(store, expected):
-    distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    pytest.importorskip("distributed")
+    with kills.two_dask_workers() as cluster:
         assert same(outcome(sweep(SETTINGS, store, scheduler=cluster.scheduler_address)), expected)
 
 
