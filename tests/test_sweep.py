@@ -15,7 +15,7 @@ import pytest
 import kills
 from foof.study.search import sweep as module
 from foof.study.search.estimate import core_seconds, plan
-from foof.study.search.grids import Row, Search, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune
+from foof.study.search.grids import Row, Search, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune, tune_all
 from foof.study.search.store import Store
 from foof.study.search.sweep import WorkerDied, sweep
 from foof.study.train.run import run
@@ -267,6 +267,20 @@ def test_a_centre_that_explodes_late_gives_way_to_what_reaches_the_end():
     assert found.best.lr == 0.1
     assert (1.0, 200) not in {(s.lr, s.steps) for s in asked}  # what has diverged by step 50 is not run again to the end
     assert found.early_gain == pytest.approx(2.0)
+
+
+def test_a_grid_grows_around_what_wins_if_what_leads_it_explodes_on_another_seed():
+    def run_all(settings):
+        def record(s):
+            status = "diverged" if s.lr == 0.3 and s.seed else "finished"
+            return Record(s, status, {"step": [1], "loss": [1.0]}, {"train_loss": abs(math.log10(s.lr / 0.3))})
+
+        return [record(s) for s in settings]
+
+    known = {s: r for s in (TINY.but(lr=0.3, seed=1),) for r in run_all([s])}
+    found = tune_all({"": Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=1)}, run_all, known.get)[""]
+    assert sorted(r.setting.lr for r in found.tried) == [0.03, 0.1, 0.3, 1.0]
+    assert (found.best.lr, found.on_edge) == (0.1, False)
 
 
 def test_beginnings_stand_in_for_runs_that_have_not_been_made():

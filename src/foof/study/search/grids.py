@@ -156,6 +156,8 @@ class Search:
 
     def around(self, best: Setting) -> Search:
         """This search with its grid extended where `best` lies on an edge; equal to it where there is nothing to extend."""
+        if best not in self.grid:
+            return self
         row, dampings = self._row(best), self._dampings()
         rows = tuple(r.grown(best.lr) if r is row else r for r in self.rows)
         if len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]):
@@ -209,12 +211,14 @@ def look(search: Search, get: Get) -> Look:
             return Look(missing, known)
         wider = current.around(order[0])
         if wider == current or rounds == search.extend:
-            break
+            alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
+            contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
+            if contest.missing:
+                return Look(contest.missing, known)
+            wider = current.around(contest.winner)  # it may have won because what led the grid explodes on another seed, or later
+            if wider == current or rounds == search.extend:
+                break
         current, rounds = wider, rounds + 1
-    alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
-    contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
-    if contest.missing:
-        return Look(contest.missing, known)
     found = _report(search, contest.winner, get, search.searched)
     done = found.tuned and replace(_with_grid(found.tuned, current, contest.winner, trials), grid_done=True)
     return Look(found.missing, done)
