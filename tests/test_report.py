@@ -19,7 +19,7 @@ from foof.study.paper.claims import CLAIMS
 from foof.study.paper.experiments import RUNS, chosen, committed, conduct, experiments_of, recall, remembered
 from foof.study.paper.left import left, total
 from foof.study.paper.rules import QUANTITIES, All, Between, Bound, ExplodesMore, Term, decide, lower, similar
-from foof.study.paper.searches import FOOF, FOOF_10, KFAC, NATURAL, RELEASED, SGD, STANDARD
+from foof.study.paper.searches import FOOF, FOOF_10, KFAC, NATURAL, RELEASED, SGD, STANDARD, timed
 from foof.study.paper.toy import toy
 from foof.study.paper.trials import trials
 from foof.study.paper.verdicts import Condition, Effect, Ruling, Spread, Verdict, deciding, effect, of, spread
@@ -445,22 +445,26 @@ def test_methods_of_a_figure_have_equal_searches_at_the_paper_s_size(figure):
     assert {len(s.grid) for s in fixed.values()} <= {3}
 
 
-def test_time_to_a_loss_is_of_this_core_and_of_a_running_mean():
+def test_time_to_a_loss_is_of_a_running_mean_and_of_timed_runs():
     losses = [1.0, 0.3, 0.1, 0.2, 0.3, 0.1, 0.1, 0.1]
-    record = Record(Setting(steps=80), "finished", {"step": list(range(1, 80, 10)), "loss": losses}, {}, {"cpu_per_step": 0.5})
-    value = QUANTITIES["cpu_to_loss"].value
-    assert value(record, None) == 51 * 0.5  # the mean of 0.3, 0.1, 0.2, 0.3, 0.1 is 0.2
-    assert value(replace(record, series={"step": [1, 11], "loss": [1.0, 0.1]}), None) == math.inf
-    assert math.isnan(value(replace(record, cost={}), None))
+    record = Record(Setting(steps=80), "finished", {"step": list(range(1, 80, 10)), "loss": losses}, {}, {"cpu_per_step": 9.0})
+    never = replace(record, setting=Setting(seed=1), series={"step": [1, 11], "loss": [1.0, 0.1]})
+    short = [replace(record, cost={"cpu_per_step": x}) for x in (0.4, 0.6)]  # of another machine than the loss
+    found = {label: Tuned(record.setting, tuple(of), (), False) for label, of in ((FOOF, (record, never)), (timed(FOOF), short))}
+    term = Term(FOOF, "cpu_to_loss")
+    assert term.needs == (FOOF, timed(FOOF))
+    assert term.values(found, None) == {0: 51 * 0.5, 1: math.inf}  # the mean of 0.3, 0.1, 0.2, 0.3, 0.1 is 0.2
 
 
 def test_losses_are_drawn_over_time(outcomes):
     (drawn,) = draw(next(o for o in outcomes if o.experiment.id == "time"))
     found = next(o for o in outcomes if o.experiment.id == "time").found
-    assert {c.label for c in drawn.curves} == set(found) == {SGD, "Adam", KFAC, NATURAL, FOOF}
+    methods = {SGD, "Adam", KFAC, NATURAL, FOOF}
+    assert {c.label for c in drawn.curves} == methods
+    assert set(found) == methods | {timed(label) for label in methods}
     foof = next(c for c in drawn.curves if c.label == FOOF)
-    cost = sum(r.cost["cpu_per_step"] for r in found[FOOF].records) / len(found[FOOF].records)
-    assert foof.steps == pytest.approx([cost * step for step in found[FOOF].records[0].series["step"]])
+    costs = [r.cost["cpu_per_step"] for r in found[timed(FOOF)].records]
+    assert foof.steps == pytest.approx([sum(costs) / len(costs) * step for step in found[FOOF].records[0].series["step"]])
     assert drawn.figure().layout.xaxis.title.text == "seconds of one core"
 
 

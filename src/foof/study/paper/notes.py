@@ -48,8 +48,9 @@ DEPARTURES: dict[str, str] = {  # at every size
     "adaptive-1a": f"{ADAPTIVE} {EVERY_TEN}",
     "adaptive-1d": f"{ADAPTIVE} {FIRST_IMAGES}",
     "adaptive-2a": f"{ADAPTIVE} {FIRST_IMAGES}",
-    "time": "Seconds are steps times the run's mean time per step, of its own thread: evaluations and measurements are not counted. Each "
-    "method has the learning rate and λ with the lowest loss at the end, not those that are fastest to a loss.",
+    "time": "Seconds are steps times a method's mean time per step, of its own thread, in short runs of all methods together: losses are "
+    "of runs on several machines. Evaluations and measurements are not counted. Each method has the learning rate and λ with the lowest "
+    "loss at the end, not those that are fastest to a loss.",
     "finer": "Both searches share trials; where both choose the same setting, the ratio is 1.",
     "inside": "FOOF and KFAC are run at settings that suit them. λ_A is the geometric mean over layers, in the second half of the run; of "
     "Σ, the mean over layers of relative Frobenius distances: between now and a hundred steps before, and between one mini-batch's AᵀA/N "

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from scipy.stats.contingency import odds_ratio
 
+from foof.study.paper.searches import timed
 from foof.study.paper.verdicts import CONFIDENCE, Condition, Effect, Ruling, Spread, effect, spread
 from foof.study.search.grids import Tuned, exploded
 from foof.study.train.setting import Record
@@ -46,12 +47,11 @@ SOON = 0.2  # the training loss that methods are timed to
 RUNNING = 5  # logged losses that are averaged
 
 
-def _cpu_to_loss(record: Record, until: int | None = None) -> float:
-    """Seconds of one core until the mean of `RUNNING` logged mini-batch losses is at most `SOON`; infinite if it never is."""
+def _steps_to_loss(record: Record, until: int | None = None) -> float:
+    """Steps until the mean of `RUNNING` logged mini-batch losses is at most `SOON`; infinite if it never is."""
     steps, losses = record.series["step"], record.series["loss"]
     ends = range(RUNNING, len(losses) + 1)
-    there = next((steps[i - 1] for i in ends if statistics.fmean(losses[i - RUNNING : i]) <= SOON), math.inf)
-    return there * record.cost.get("cpu_per_step", math.nan)
+    return next((steps[i - 1] for i in ends if statistics.fmean(losses[i - RUNNING : i]) <= SOON), math.inf)
 
 
 def _damping(record: Record, until: int | None = None) -> float:
@@ -80,6 +80,7 @@ class Quantity:
     scale: float = 1.0
     unit: str = ""
     never: str = "diverged"  # what is said of a run for which it is infinite
+    timed: bool = False  # in steps, which become seconds by the curve's timed runs: those of all curves are of one machine
 
 
 QUANTITIES: dict[str, Quantity] = {
@@ -93,7 +94,9 @@ QUANTITIES: dict[str, Quantity] = {
     "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease", late=False), 100, " %"),
     "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without", late=False), 100, " %"),
     "test_loss": Quantity("loss on the test images", _final("test_loss")),
-    "cpu_to_loss": Quantity(f"time on one core to a loss of {SOON:g}", _cpu_to_loss, unit=" s", never="did not get there"),
+    "cpu_to_loss": Quantity(
+        f"time on one core to a loss of {SOON:g}", _steps_to_loss, unit=" s", never="did not get there", timed=True
+    ),
     "damping": Quantity("λ", _damping),
     "lambda_A": Quantity("λ_A, geometric mean over layers", _mean_of("lambda_A", late=True)),
     "sigma_drift": Quantity("relative change of Σ in 100 steps", _mean_of("sigma_drift", late=True)),
@@ -107,6 +110,11 @@ QUANTITIES: dict[str, Quantity] = {
 LOSSES = ("loss", "averaged_loss")  # what settings are chosen by
 
 
+def seconds_per_step(found: Found, label: str) -> float:
+    """Of one core, from a curve's timed runs."""
+    return statistics.fmean(r.cost.get("cpu_per_step", math.nan) for r in found[timed(label)].records)
+
+
 @dataclass(frozen=True)
 class Term:
     """A quantity of one of an experiment's curves."""
@@ -114,10 +122,16 @@ class Term:
     label: str
     quantity: str = "loss"
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The curves it is measured of."""
+        return (self.label, timed(self.label)) if QUANTITIES[self.quantity].timed else (self.label,)
+
     def values(self, found: Found, until: int | None) -> dict[int, float]:
         """By seed."""
         quantity = QUANTITIES[self.quantity]
-        return {r.setting.seed: quantity.scale * quantity.value(r, until) for r in found[self.label].records}
+        scale = seconds_per_step(found, self.label) if quantity.timed else quantity.scale
+        return {r.setting.seed: scale * quantity.value(r, until) for r in found[self.label].records}
 
     def spread(self, found: Found, until: int | None) -> Spread:
         return spread(self.values(found, until).values())
@@ -172,7 +186,7 @@ class Between:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.a.label, self.b.label)))
+        return tuple(dict.fromkeys((*self.a.needs, *self.b.needs)))
 
     def text(self) -> str:
         if self.a.label == self.b.label:
@@ -235,7 +249,7 @@ class Bound:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (self.a.label,)
+        return self.a.needs
 
     def text(self) -> str:
         side = "at least" if self.at_least else "at most"

@@ -38,6 +38,7 @@ HEURISTIC = label_3(KFAC, DAMPINGS[0])  # what Fig. 3A shows as heuristic dampin
 TS = (1, 10, 100)
 LATER = 200  # T > 100
 COARSE, FINE = "λ from 10^(2i)", "λ from 10^i"
+TIMED_STEPS = 200  # two periods of FOOF's T
 FULL_GRID = 20  # steps of the grids of full Fishers, of which one takes ten seconds and more
 
 
@@ -376,8 +377,17 @@ def generalisation(p: Preset, d: str) -> Runs:
     return {SGD: _sgd(p, d), KFAC: _kfac(p, d), FOOF: _foof(p, d)}
 
 
+def timed(label: str) -> str:
+    """The curve of short runs that a method is timed by."""
+    return f"{label}, timed"
+
+
 def time_to_loss(p: Preset, d: str) -> Runs:
-    return {**fig1a(p, d), FOOF: _foof(p, d)}
+    """Losses from runs on whatever machine; seconds from a few short runs of all methods, which are run together."""
+    found = {**fig1a(p, d), FOOF: _foof(p, d)}
+    steps = min(TIMED_STEPS, p.base.steps // 2)
+    first = {label: search.middle or search.grid[0] for label, search in found.items()}
+    return {**found, **{timed(label): fixed(p, s.but(steps=steps, measure=()), urgency=2) for label, s in first.items()}}
 
 
 RUNS: dict[str, Callable[[Preset, str], Runs]] = {

@@ -13,8 +13,8 @@ import plotly.graph_objects as go
 from foof.study.paper import published
 from foof.study.paper.catalogue import CATALOGUE
 from foof.study.paper.experiments import Outcome
-from foof.study.paper.rules import LOSSES, Found, Term
-from foof.study.paper.searches import FOOF, FOOF_LAMBDA_A, KFAC
+from foof.study.paper.rules import LOSSES, Found, Term, seconds_per_step
+from foof.study.paper.searches import FOOF, FOOF_LAMBDA_A, KFAC, timed
 from foof.study.paper.toy import Toy, toy
 from foof.study.paper.verdicts import Spread, spread
 from foof.study.search.presets import Preset
@@ -171,9 +171,9 @@ def decreases(figure: str, dataset: str, found: Found, preset: Preset) -> list[D
 
 def times(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
     """Time per step relative to SGD: the paper's was measured on a GPU, ours on one core."""
-    each = {label: Term(label, "cpu_per_step").spread(found, None) for label in found}
-    sgd = next((s.mean for label, s in each.items() if label.startswith("SGD")), math.nan)
-    ours = {label: Spread(s.mean / sgd, s.deviation / sgd, s.n) for label, s in each.items()}
+    each = {label: Term(label, "cpu_per_step").values(found, None) for label in found}
+    sgd = next((values for label, values in each.items() if label.startswith("SGD")), {})  # seeds may be of different machines
+    ours = {label: spread([x / sgd.get(seed, math.nan) for seed, x in values.items()]) for label, values in each.items()}
     paper = published.seconds_per_epoch(dataset)
     theirs = {label: value / next(iter(paper.values())) for label, value in paper.items()}
     heading = _marked("Time per step, relative to SGD (ours: one core; published: a GPU)", preset)
@@ -181,11 +181,11 @@ def times(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawi
 
 
 def seconds(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
-    """Losses over time: the steps of a curve times its mean time per step."""
-    timed = {label: Term(label, "cpu_per_step").spread(found, None).mean / 1000 for label in found}
-    keep = 0.9 if min(len(r.series["step"]) for t in found.values() for r in t.records) >= POINTS_TO_SMOOTH else 0.0
-    over_steps = [curve(t.records, label, keep=keep) for label, t in found.items() if math.isfinite(timed[label])]
-    curves = [replace(c, steps=[timed[c.label] * step for step in c.steps]) for c in over_steps]
+    """Losses over time: the steps of a curve times the mean time per step of its timed runs."""
+    there = {label: t.records for label, t in found.items() if timed(label) in found}
+    keep = 0.9 if min((len(r.series["step"]) for records in there.values() for r in records), default=0) >= POINTS_TO_SMOOTH else 0.0
+    over_steps = [curve(records, label, keep=keep) for label, records in there.items()]
+    curves = [replace(c, steps=[seconds_per_step(found, c.label) * step for step in c.steps]) for c in over_steps]
     return [Curves("Training loss of mini-batches over time on one core", curves, x="seconds of one core")]
 
 
