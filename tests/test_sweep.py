@@ -283,6 +283,46 @@ def test_a_grid_grows_around_what_wins_if_what_leads_it_explodes_on_another_seed
     assert (found.best.lr, found.on_edge) == (0.1, False)
 
 
+def exploding(losses, *bad):
+    """Records of these losses by learning rate, without training; of the learning rates in `bad` seed 1 diverges."""
+
+    def run_all(settings):
+        def record(s):
+            status = "diverged" if s.lr in bad and s.seed == 1 else "finished"
+            steps = list(range(1, s.steps + 1))
+            return Record(s, status, {"step": steps, "loss": [losses[s.lr]] * s.steps}, {"train_loss": losses[s.lr]})
+
+        return [record(s) for s in settings]
+
+    return run_all
+
+
+LOSSES = {0.01: 5.0, 0.03: 2.5, 0.1: 2.0, 0.3: 1.0, 1.0: 3.0, 3.0: 4.0}
+
+
+def test_what_was_tried_around_a_winner_that_exploded_is_not_forgotten():
+    found = tune(Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2), exploding(LOSSES, 0.3, 0.1))
+    assert (found.best.lr, found.on_edge) == (0.03, False)
+    assert sorted(r.setting.lr for r in found.tried) == [0.01, 0.03, 0.1, 0.3, 1.0]
+
+
+def test_while_a_grid_grows_around_its_winner_the_winner_is_shown_and_decides_nothing():
+    grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2)
+    there = {s: r for s in (*grid.grid, TINY.but(lr=0.3, seed=1), *grid.reports(TINY.but(lr=0.1)))
+             for r in exploding(LOSSES, 0.3)([s])}  # fmt: skip
+    found = look(grid, there.get)
+    assert [s.lr for s in found.missing] == [0.03]
+    assert (found.tuned.best.lr, len(found.tuned.records), found.tuned.searched, found.tuned.grid_done) == (0.1, 3, False, False)
+    assert (len(found.tuned.tried), found.tuned.planned) == (3, 4)
+
+
+def test_when_all_that_went_to_the_end_explode_on_a_seed_the_next_goes_there():
+    losses = {0.1: 1.2, 0.3: 1.0, 1.0: 1.3, 0.03: 9.0}
+    around = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50)
+    found = tune(around, exploding(losses, 0.3))
+    assert (found.best.lr, [r.status for r in found.records]) == (0.1, ["finished"] * 3)
+
+
 def test_beginnings_stand_in_for_runs_that_have_not_been_made():
     long, early = TINY.but(steps=200), TINY.but(steps=100, measure=("similarity",))
     search = Search(long, rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50, stand_ins=(early,))

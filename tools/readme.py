@@ -101,7 +101,7 @@ def reduced(there: list[Outcome]) -> list[str]:
     if not there:
         return []
     counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(_verdicts(there)))
-    said = " ".join(f"*{a.question}* {a.sentence}" for a in answers(there) if a.ruling is not Ruling.NOT_RUN)
+    said = " ".join(f"*{a.question}* {_decides(a)}" for a in answers(there) if a.ruling is not Ruling.NOT_RUN)
     beside = "[beside the published curves](docs/study.md#the-convolutional-half)"
     return [f"- Convolutional networks and autoencoders (Fig. 5, Figs. J.12–J.22), at a reduced scale alone, {beside}: {counts}. {said}"]
 

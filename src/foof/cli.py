@@ -185,8 +185,9 @@ def _take_over(dump: Path, into: store.Store) -> None:
     here, others = cache(data.test_records), Counter[str]()
 
     def of_these_files(record: Record) -> bool:
-        name, used = record.setting.dataset, record.environment.get("test_records")
-        if record.setting.source != "full" or used in (None, here(name)):
+        name = record.setting.dataset
+        used = record.environment.get("test_records", data.SPECS[name].counts[1])  # early records are all of whole data sets
+        if record.setting.source != "full" or used == here(name):
             return True
         others[f"{name} with {used} test records, not {here(name)}"] += 1
         return False

@@ -111,8 +111,10 @@ LOSSES = ("loss", "averaged_loss")  # what settings are chosen by
 
 
 def seconds_per_step(found: Found, label: str) -> float:
-    """Of one core, from a curve's timed runs."""
-    return statistics.fmean(r.cost.get("cpu_per_step", math.nan) for r in found[timed(label)].records)
+    """Of one core, from a curve's timed runs, of the seeds that all timed curves have: others may be of another machine."""
+    seeds = [{r.setting.seed for r in found[short].records} for short in map(timed, found) if short in found]
+    times = [r.cost.get("cpu_per_step", math.nan) for r in found[timed(label)].records if r.setting.seed in set.intersection(*seeds)]
+    return statistics.fmean(times) if times else math.nan
 
 
 @dataclass(frozen=True)

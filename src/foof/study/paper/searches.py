@@ -226,8 +226,8 @@ def fig4a(p: Preset, d: str) -> Runs:
     found = {SGD: fixed(p, base(p, d).but(optimizer="sgd", lr=1e-3, options=MOMENTUM, steps=50), urgency=0)}
     for name, lr, damping in (("foof", 0.1, 1.0), ("kfac", 1e-3, 1e-2)):
         for T in TS:
-            timed = base(p, d).but(optimizer=name, lr=lr, damping=damping, steps=max(2 * T, 20), options=(("T", T), ("S", T)))
-            found[f"{name.upper()}, T = {T}"] = fixed(p, timed, urgency=0)
+            short = base(p, d).but(optimizer=name, lr=lr, damping=damping, steps=max(2 * T, 20), options=(("T", T), ("S", T)))
+            found[f"{name.upper()}, T = {T}"] = fixed(p, short, urgency=0)
     later = base(p, d).but(optimizer="foof", lr=0.1, damping=1.0, steps=LATER, options=(("T", LATER), ("S", LATER)))
     return {**found, f"FOOF, T = {LATER}": fixed(p, later, urgency=2)}
 
@@ -385,9 +385,9 @@ def timed(label: str) -> str:
 def time_to_loss(p: Preset, d: str) -> Runs:
     """Losses from runs on whatever machine; seconds from a few short runs of all methods, which are run together."""
     found = {**fig1a(p, d), FOOF: _foof(p, d)}
-    steps = min(TIMED_STEPS, p.base.steps // 2)
+    steps = min(TIMED_STEPS, p.base.steps // 100 * 100 or p.base.steps)  # whole periods of FOOF's T
     first = {label: search.middle or search.grid[0] for label, search in found.items()}
-    return {**found, **{timed(label): fixed(p, s.but(steps=steps, measure=()), urgency=2) for label, s in first.items()}}
+    return {**found, **{timed(label): fixed(p, s.but(steps=steps), urgency=2) for label, s in first.items()}}
 
 
 RUNS: dict[str, Callable[[Preset, str], Runs]] = {

@@ -78,5 +78,6 @@ def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int,
 def remaining(search: Search, get: Get) -> list[Setting]:
     """The runs that a search lacks: what comes next, the rest of its first grid, and the seeds of what seems to win."""
     grid = [search.short(s) for s in search.grid if s != search.middle and search.trial(s, get) is None]
-    seeds = search.reports(search.middle or search.grid[0]) if grid else []
+    begun = search.middle is None or get(search.middle) is not None
+    seeds = [] if begun and not grid else search.reports(search.middle or search.grid[0])
     return [s for s in dict.fromkeys((*look(search, get).missing, *grid, *seeds)) if get(s) is None]

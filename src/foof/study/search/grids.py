@@ -90,8 +90,8 @@ def rectangle(lrs: Sequence[float], dampings: Sequence[float | str | None] = (No
 class Search:
     """One method's own search: a base setting, a first grid, and how many seeds report its winner.
 
-    The grid is made of rows, each a ladder of learning rates at one λ. It grows by one learning rate where the best lies at an end
-    of its row, and by one row where it lies in the first or last of several λ. A single value is a choice, not a grid.
+    The grid is made of rows, each a ladder of learning rates at one λ. It grows by one learning rate where the best (or what wins in the
+    end) lies at an end of its row, and by one row where it lies in the first or last of several λ. A single value is a choice, not a grid.
     With a `centre` (lr, λ), it is run first, and stands until the grid around it is complete. It is `known` if a
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
@@ -195,17 +195,20 @@ class Look:
 
 
 def look(search: Search, get: Get) -> Look:
-    """The protocol as a function of what is known: centre, grid (extended where its best lies on an edge), winner's seeds."""
+    """The protocol as a function of what is known: centre, grid, winner's seeds.
+
+    The grid grows where its best trial lies on an edge; then, where the winner does, or what was passed over for exploding on a seed.
+    """
     centre = search.middle
     if centre is not None and get(centre) is None:
         return replace(_report(search, centre, get, search.known), missing=(centre,))
-    current, rounds = search, 0
+    current, rounds, standing = search, 0, None
     while True:
         trials, missing = _trials(current, get)
         order = sorted(trials, key=lambda s: _trial_loss(trials[s], search.grid_steps))
         clear = _clearly_better(order, centre, trials, search.grid_steps, get)
-        known = None
-        if centre is not None and (so_far := _report(search, centre, get, search.known and not clear).tuned):
+        known = standing
+        if not known and centre is not None and (so_far := _report(search, centre, get, search.known and not clear).tuned):
             known = _with_grid(so_far, current, centre, trials)
         if missing:
             return Look(missing, known)
@@ -215,9 +218,11 @@ def look(search: Search, get: Get) -> Look:
             contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
             if contest.missing:
                 return Look(contest.missing, known)
-            wider = current.around(contest.winner)  # it may have won because what led the grid explodes on another seed, or later
+            wider = next((w for s in (*contest.passed, contest.winner) if (w := current.around(s)) != current), current)
             if wider == current or rounds == search.extend:
                 break
+            so_far = _report(search, contest.winner, get, searched=False).tuned
+            standing = so_far and _with_grid(so_far, wider, contest.winner, trials)
         current, rounds = wider, rounds + 1
     found = _report(search, contest.winner, get, search.searched)
     done = found.tuned and replace(_with_grid(found.tuned, current, contest.winner, trials), grid_done=True)
@@ -245,13 +250,14 @@ def _clearly_better(
 class _Contest:
     winner: Setting
     missing: tuple[Setting, ...] = ()  # what must be run before it is decided
+    passed: tuple[Setting, ...] = ()  # what ended lower, but explodes on some seed
 
 
 def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setting], order: Sequence[Setting], get: Get) -> _Contest:
     """The lowest loss at the end of training, with the seed that selects, among those that explode on no seed.
 
     Without short runs all of the grid is there. With them, the centre and its challengers are run to the end, and, should the centre
-    have exploded on the way, the best of the grid in its place.
+    have exploded on the way, the best of the grid in its place; should all of these explode on some seed, the next best, one by one.
     """
     first = centre or next(iter(order), search.grid[0])
     if search.grid_steps is not None:
@@ -259,11 +265,11 @@ def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setti
         for s in [*challengers[:CHALLENGERS], *(order[: CHALLENGERS + 1] if lost else ())]:
             if get(s) is None:
                 return _Contest(first, (s,))
-    there = [s for s in dict.fromkeys((first, *order)) if get(s) is not None]
-    for s in sorted(there, key=lambda s: _score(get(s))):
+    there = sorted((s for s in dict.fromkeys((first, *order)) if get(s) is not None), key=lambda s: _score(get(s)))
+    for i, s in enumerate(there):
         if not any(exploded(record) for run in (s, *search.reports(s)) if (record := get(run))):
-            return _Contest(s)
-    return _Contest(first)
+            return _Contest(s, passed=tuple(there[:i]))
+    return _Contest(first, tuple(s for s in order if get(s) is None)[:1])
 
 
 def _score(record: Record | None) -> float:

@@ -173,20 +173,21 @@ def times(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawi
     """Time per step relative to SGD: the paper's was measured on a GPU, ours on one core."""
     each = {label: Term(label, "cpu_per_step").values(found, None) for label in found}
     sgd = next((values for label, values in each.items() if label.startswith("SGD")), {})  # seeds may be of different machines
-    ours = {label: spread([x / sgd.get(seed, math.nan) for seed, x in values.items()]) for label, values in each.items()}
+    ratios = {label: [x / sgd[seed] for seed, x in values.items() if seed in sgd] for label, values in each.items()}
+    ours = {label: spread(of) for label, of in ratios.items() if of}
     paper = published.seconds_per_epoch(dataset)
     theirs = {label: value / next(iter(paper.values())) for label, value in paper.items()}
     heading = _marked("Time per step, relative to SGD (ours: one core; published: a GPU)", preset)
-    return [Bars(heading, "times SGD", ours, theirs, log=True)]
+    return [Bars(heading, "times SGD", ours, theirs, log=True)] if ours else []
 
 
 def seconds(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
     """Losses over time: the steps of a curve times the mean time per step of its timed runs."""
-    there = {label: t.records for label, t in found.items() if timed(label) in found}
+    there = {label: t.records for label, t in found.items() if timed(label) in found and math.isfinite(seconds_per_step(found, label))}
     keep = 0.9 if min((len(r.series["step"]) for records in there.values() for r in records), default=0) >= POINTS_TO_SMOOTH else 0.0
     over_steps = [curve(records, label, keep=keep) for label, records in there.items()]
     curves = [replace(c, steps=[seconds_per_step(found, c.label) * step for step in c.steps]) for c in over_steps]
-    return [Curves("Training loss of mini-batches over time on one core", curves, x="seconds of one core")]
+    return [Curves("Training loss of mini-batches over time on one core", curves, x="seconds of one core")] if curves else []
 
 
 def accuracies(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:

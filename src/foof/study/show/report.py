@@ -22,6 +22,7 @@ from foof.study.paper.experiments import Experiment, Outcome, recall, remembered
 from foof.study.paper.left import Left, left, total
 from foof.study.paper.notes import note
 from foof.study.paper.rules import Term
+from foof.study.paper.searches import timed
 from foof.study.paper.trials import Trials, trials
 from foof.study.paper.verdicts import Ruling, Verdict, deciding, of, spread
 from foof.study.search.grids import Tuned
@@ -105,7 +106,7 @@ def _tried(tuned: Tuned) -> str:
 
 def _setup(outcome: Outcome) -> str:
     """What the runs of an experiment have in common: data, network, batch, steps."""
-    bests = [t.best for t in outcome.found.values()]
+    bests = [t.best for t in _trained(outcome).values()]
     if not bests:
         return ""
 
@@ -119,6 +120,11 @@ def _setup(outcome: Outcome) -> str:
     )
 
 
+def _trained(outcome: Outcome) -> dict[str, Tuned]:
+    """Its curves, but those of runs by which another is timed."""
+    return {label: t for label, t in outcome.found.items() if label not in map(timed, outcome.found)}
+
+
 def _of(outcome: Outcome) -> str:
     """Of which data set, where that does not go without saying."""
     names = dict.fromkeys(t.best.dataset for t in outcome.found.values())
@@ -128,7 +134,7 @@ def _of(outcome: Outcome) -> str:
 def section(outcome: Outcome) -> Section:
     """The section of an experiment's outcome."""
     e, preset = outcome.experiment, outcome.preset
-    rows = [_row(label, tuned, None if preset.centred else e.early(preset)) for label, tuned in outcome.found.items()]
+    rows = [_row(label, tuned, None if preset.centred else e.early(preset)) for label, tuned in _trained(outcome).items()]
     compared = [
         {"panel": f"Fig. {c.panel}", "curve": c.curve, "step": f"{c.step:g}", "published": f"{c.published:.4g}", "ours": str(c.ours),
          "ours / published": f"{c.ratio:.3g}"}
