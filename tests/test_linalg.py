@@ -97,13 +97,28 @@ def test_error_names_the_layer_and_a_damping_that_works():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_large_product_is_the_product(dtype, transposed, product, monkeypatch):
     monkeypatch.setattr(linalg, "ONEDNN", product)
+    monkeypatch.setattr(linalg, "WIDE", product is not None)
     X, Y = torch.randn(40, 700, dtype=dtype), torch.randn(700, 700, dtype=dtype)
     Y = Y.mT if transposed else Y
     assert len(X) * Y.numel() >= linalg.LARGE
     with torch.no_grad():
-        found = linalg.times_transposed(X, Y)
+        found, other = linalg.times_transposed(X, Y), linalg.product(X, Y.mT)
     expected = X.double() @ Y.double().mT
     assert (found - expected).norm() / expected.norm() < 10 * torch.finfo(dtype).eps
+    assert (other - expected).norm() / expected.norm() < 10 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("rows", ["dense", "sliced", "expanded"])
+def test_products_by_onednn_take_any_strides(rows, monkeypatch):
+    """As they come in a backward pass: errors of a sum are one number, expanded."""
+    monkeypatch.setattr(linalg, "ONEDNN", _torch.onednn_linear)
+    monkeypatch.setattr(linalg, "WIDE", _torch.onednn_linear is not None)
+    E = {"dense": torch.randn(100, 300), "sliced": torch.randn(100, 700)[:, 3:603:2], "expanded": torch.randn(1, 1).expand(100, 300)}[rows]
+    A = torch.randn(100, 3, 600)[:, 1]
+    with torch.no_grad():
+        found = linalg.product(E.mT, A)
+    expected = E.double().mT @ A.double()
+    assert (found - expected).norm() / expected.norm() < 10 * torch.finfo(torch.float32).eps
 
 
 def test_a_product_with_derivatives_has_them():

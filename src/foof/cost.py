@@ -29,6 +29,7 @@ class Machine:
 
     products: float = 84e9  # flops per second in products of matrices
     own_products: float = 92e9  # the same of `foof.linalg.times_transposed`: with inverses, and of errors passed on
+    gradients: float = 84e9  # the same of `foof.linalg.product`: of errors and inputs, and second moments
     solves: float = 50e9  # flops per second of the two triangular solves with a Cholesky factor
     memory: float = 38e9  # bytes per second read or written by elementwise operations
     pages: float = 2.1e9  # bytes per second into memory that is had anew
@@ -39,7 +40,7 @@ class Machine:
 
     def threads(self, count: int) -> Machine:
         """Of so many threads: they multiply faster, but share the memory and the interpreter."""
-        faster = {name: count * getattr(self, name) for name in ("products", "own_products", "solves", "inverse")}
+        faster = {name: count * getattr(self, name) for name in ("products", "own_products", "gradients", "solves", "inverse")}
         return replace(self, **faster)
 
     def inverted(self, m: int) -> float:
@@ -198,12 +199,16 @@ def extra_seconds(work: Work, machine: Machine, method: str, T: int, S: int) -> 
                 applied, made = 2 * rows * m**2 / machine.own_products, machine.inverted(m)
             else:
                 applied, made = 2 * linalg.uses(1, rows) * m**2 / machine.solves, machine.factorised(m)
-            gathered = 1.5 * w.rows * m**2 / machine.products + 3 * FLOAT * m**2 / machine.memory
+            gathered = 1.5 * w.rows * m**2 / (machine.gradients if w.linear else machine.products) + 3 * FLOAT * m**2 / machine.memory
             total += w.groups * (applied + S / T * gathered + made / T)
-        if w.linear and w.inner:
-            total += w.groups * 2 * w.rows * w.n * w.m * (1 / machine.own_products - 1 / machine.products)
+        forward = w.groups * 2 * w.rows * w.n * w.m
+        errors = machine.own_products if w.linear else machine.products  # the rate at which they are passed on
+        if w.linear and not w.diagonal:
+            total += forward * (1 / machine.gradients - 1 / machine.products)
+        if w.inner:
+            total += forward * (1 / errors - 1 / machine.products)
         if method == "KFAC" and w.inner:
-            total += w.groups * S / T * 2 * w.rows * w.n * w.m / machine.products
+            total += S / T * forward / errors
     return total
 
 

@@ -62,7 +62,7 @@ class InputInverse:
             x = linalg.cast(x, e.dtype)
             rows = layer.rows(e)
             if layer.m * (layer.n - rows) > layer.cutting * rows:
-                return layer.error_matrix(e).mT @ self.apply(layer.input_matrix(x))
+                return linalg.product(layer.error_matrix(e).mT, self.apply(layer.input_matrix(x)))
         return self.apply(plain(e.dtype) if plain else layer.weight_gradient(x, e))
 
     def state_dict(self) -> dict[str, str | Tensor]:
@@ -149,7 +149,7 @@ class TwoSided(ABC):
             G = layer.weight_gradient(x, E)
         else:
             A = layer.input_matrix(x)
-            G = E.mT @ (self.right(A) if inputs_first else A)
+            G = linalg.product(E.mT, self.right(A) if inputs_first else A)
         if not errors_first:
             G = self.left(G.mT).mT
         return self.finish(G if inputs_first else self.right(G))
@@ -222,15 +222,15 @@ class EigenInverse(TwoSided):
         return self.s_E.unsqueeze(-1) * self.s_A.unsqueeze(-2) + self.damping
 
     def right(self, X: Tensor) -> Tensor:
-        return X if self.U_A is None else linalg.cast(X, self.U_A.dtype) @ self.U_A
+        return X if self.U_A is None else linalg.product(linalg.cast(X, self.U_A.dtype), self.U_A)
 
     def left(self, X: Tensor) -> Tensor:
-        return linalg.cast(X, self.U_E.dtype) @ self.U_E
+        return linalg.product(linalg.cast(X, self.U_E.dtype), self.U_E)
 
     def back(self, G: Tensor) -> Tensor:
         """``U_E G U_Aᵀ``: out of the eigenbases."""
-        G = self.U_E @ G
-        return G if self.U_A is None else G @ self.U_A.mT
+        G = linalg.product(self.U_E, G)
+        return G if self.U_A is None else linalg.product(G, self.U_A.mT)
 
     def finish(self, G: Tensor) -> Tensor:
         return self.back(G / self.eigenvalues)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foof import _torch
-from foof.linalg import times_transposed
+from foof.linalg import product, times_transposed
 
 
 class Layer(ABC):
@@ -111,7 +111,7 @@ class Layer(ABC):
 
     def weight_gradient(self, x: Tensor, e: Tensor) -> Tensor:
         """``Eᵀ A``, the plain gradient of ``[W, bias]`` as a matrix ``(n, m)`` or ``(G, n, m)``."""
-        return self.error_matrix(e).mT @ self.input_matrix(x)
+        return product(self.error_matrix(e).mT, self.input_matrix(x))
 
     def gradients(self, x: Tensor, e: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """``dL/dx`` and ``Eᵀ A``, for a layer that can compute both at once."""

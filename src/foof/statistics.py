@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foof import _torch
+from foof.linalg import product
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -69,7 +70,7 @@ class Gathered:
         if self.rows is None and self.moment is None and rows.shape[-2] <= rows.shape[-1]:
             self.rows, self._written = rows, _torch.version(rows)
         else:
-            self._add(rows.mT @ rows)
+            self._add(product(rows.mT, rows))
 
     def add_moment(self, moment: Tensor, datapoints: int, pass_id: int) -> None:
         """A second moment already summed over its rows, ``(..., m, m)`` or its diagonal ``(m,)``."""
@@ -79,7 +80,7 @@ class Gathered:
     def product(self) -> Tensor:
         """The sum over rows ``Σ a aᵀ``, multiplied out."""
         self._overwritten |= self.rows is not None and _torch.version(self.rows) != self._written
-        moment = self.rows.mT @ self.rows if self.rows is not None else self.moment
+        moment = product(self.rows.mT, self.rows) if self.rows is not None else self.moment
         assert moment is not None
         return moment
 

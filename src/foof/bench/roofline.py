@@ -13,7 +13,7 @@ from foof.bench.cases import Case, fully_connected
 from foof.bench.machine import seconds_in_turns
 from foof.bench.methods import BASELINE, METHODS, Training
 from foof.covering import covered_layers
-from foof.linalg import damped_cholesky, damped_inverse, solve_right, times_transposed
+from foof.linalg import damped_cholesky, damped_inverse, product, solve_right, times_transposed
 
 PREDICTED = ("FOOF", "KFAC")
 
@@ -32,6 +32,7 @@ def calibrate(device: torch.device) -> cost.Machine:
     seconds = seconds_in_turns(
         {
             "products": lambda: (rows @ W.mT, rows @ W, rows.mT @ rows), "own": torch.no_grad()(lambda: times_transposed(rows, W)),
+            "gradients": torch.no_grad()(lambda: product(rows.mT, rows)),
             "solve": lambda: solve_right(rows, L), "update": update.step, "anew": lambda: torch.empty(4000, 4000, device=device).zero_(),
             "invert 500": lambda: damped_inverse(narrow, 1.0), "invert 1500": lambda: damped_inverse(broad, 1.0),
             "SGD": lambda: sgd.step(x, y), "FOOF": lambda: foof.step(x, y),
@@ -45,7 +46,8 @@ def calibrate(device: torch.device) -> cost.Machine:
     per_entry = (cubes[0] - cubes[1]) / (1 / 500 - 1 / 1500)  # t = m³ / rate + m² · per_entry,
     per_entry = min(max(per_entry, 0.0), 1000 * cubes[1])  # of which the second part is at most two thirds at 1,500, on a busy machine, too
     return cost.Machine(
-        products=3 * flops / seconds["products"], own_products=flops / seconds["own"], solves=flops / seconds["solve"], memory=memory,
+        products=3 * flops / seconds["products"], own_products=flops / seconds["own"],
+        gradients=flops / seconds["gradients"], solves=flops / seconds["solve"], memory=memory,
         pages=4 * 4000**2 / seconds["anew"], inverse=1 / (cubes[1] - per_entry / 1500), inverse_bytes=per_entry * memory,
         operation=seconds["SGD"] / work.operations, tap=max(seconds["FOOF"] - seconds["SGD"], 0.0) / len(work.layers),
     )  # fmt: skip
