@@ -108,6 +108,18 @@ def test_a_large_product_is_the_product(dtype, transposed, product, monkeypatch)
     assert (other - expected).norm() / expected.norm() < 10 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(0, 600), slice(0, 1200, 2)])
+def test_onednn_is_given_dense_matrices_alone(part, monkeypatch):
+    """For the rows of a part of a larger matrix, as of one of several heads, it has no kernel but a slow one."""
+    given = []
+    monkeypatch.setattr(linalg, "WIDE", True)
+    monkeypatch.setattr(linalg, "ONEDNN", lambda X, Y, *_: given.append(Y) or X @ Y.mT)
+    E, A = torch.randn(100, 300), torch.randn(100, 1200)[:, part]
+    with torch.no_grad():
+        torch.testing.assert_close(linalg.product(E.mT, A), E.mT @ A)
+    assert [Y.is_contiguous() or Y.mT.is_contiguous() for Y in given] == [True]
+
+
 @pytest.mark.parametrize("rows", ["dense", "sliced", "expanded"])
 def test_products_by_onednn_take_any_strides(rows, monkeypatch):
     """As they come in a backward pass: errors of a sum are one number, expanded."""

@@ -36,7 +36,8 @@ def times_transposed(X: Tensor, Y: Tensor) -> Tensor:
         ONEDNN is not None and X.dim() == Y.dim() == 2 and X.dtype == Y.dtype == torch.float32 and X.is_cpu and Y.is_cpu
         and type(X) is Tensor and len(X) * Y.numel() >= LARGE and not torch.is_grad_enabled()
     ):  # fmt: skip
-        return ONEDNN(X, Y, None, "none", [], "")
+        dense = Y.is_contiguous() or Y.mT.is_contiguous()  # of a part of a larger matrix it would take a thousand times as long
+        return ONEDNN(X, Y if dense else Y.contiguous(), None, "none", [], "")
     return X @ Y.mT
 
 
