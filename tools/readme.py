@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from foof.study.paper.answers import Answer, answers
+from foof.study.paper.answers import WORDS, Answer, answers
 from foof.study.paper.changes import UNTIL, changes
 from foof.study.paper.experiments import Outcome, committed, experiments_of
 from foof.study.paper.left import left, total
@@ -101,9 +101,15 @@ def reduced(there: list[Outcome]) -> list[str]:
     if not there:
         return []
     counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(_verdicts(there)))
-    said = " ".join(f"*{a.question}* {_decides(a)}" for a in answers(there) if a.ruling is not Ruling.NOT_RUN)
+    said = " ".join(f"*{a.question}* {_each(a)}" for a in answers(there) if a.ruling is not Ruling.NOT_RUN)
     beside = "[beside the published curves](docs/study.md#the-convolutional-half)"
     return [f"- Convolutional networks and autoencoders (Fig. 5, Figs. J.12–J.22), at a reduced scale alone, {beside}: {counts}. {said}"]
+
+
+def _each(answer: Answer) -> str:
+    """What every comparison of a question says, and by which ratio."""
+    ran = [(setting, measured) for setting, measured in answer.parts if measured.ruling is not Ruling.NOT_RUN]
+    return "; ".join(f"{setting.removesuffix(', reduced')}: {WORDS[m.ruling].lower()} ({m.conditions[0].effect})" for setting, m in ran) + "."
 
 
 def _decides(answer: Answer) -> str:
