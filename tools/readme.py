@@ -109,7 +109,8 @@ def reduced(there: list[Outcome]) -> list[str]:
 def _each(answer: Answer) -> str:
     """What every comparison of a question says, and by which ratio."""
     ran = [(setting, measured) for setting, measured in answer.parts if measured.ruling is not Ruling.NOT_RUN]
-    return "; ".join(f"{setting.removesuffix(', reduced')}: {WORDS[m.ruling].lower()} ({m.conditions[0].effect})" for setting, m in ran) + "."
+    said = [f"{setting.removesuffix(', reduced')}: {WORDS[m.ruling].lower()} ({m.conditions[0].effect})" for setting, m in ran]
+    return "; ".join(said) + "."
 
 
 def _decides(answer: Answer) -> str:
