@@ -283,12 +283,12 @@ def test_a_grid_grows_around_what_wins_if_what_leads_it_explodes_on_another_seed
     assert (found.best.lr, found.on_edge) == (0.1, False)
 
 
-def exploding(losses, *bad):
-    """Records of these losses by learning rate, without training; of the learning rates in `bad` seed 1 diverges."""
+def exploding(losses, *bad, seed=1):
+    """Records of these losses by learning rate, without training; of the learning rates in `bad` one seed diverges."""
 
     def run_all(settings):
         def record(s):
-            status = "diverged" if s.lr in bad and s.seed == 1 else "finished"
+            status = "diverged" if s.lr in bad and s.seed == seed else "finished"
             steps = list(range(1, s.steps + 1))
             return Record(s, status, {"step": steps, "loss": [losses[s.lr]] * s.steps}, {"train_loss": losses[s.lr]})
 
@@ -314,6 +314,38 @@ def test_while_a_grid_grows_around_its_winner_the_winner_is_shown_and_decides_no
     assert [s.lr for s in found.missing] == [0.03]
     assert (found.tuned.best.lr, len(found.tuned.records), found.tuned.searched, found.tuned.grid_done) == (0.1, 3, False, False)
     assert (len(found.tuned.tried), found.tuned.planned) == (3, 4)
+
+
+def test_seeds_that_vet_pass_over_what_explodes_and_seeds_that_report_do_not():
+    grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, vets=2)
+    vetoed = tune(grid, exploding(LOSSES, 0.3, seed=101))
+    assert (vetoed.best.lr, [r.setting.seed for r in vetoed.records]) == (0.1, [1, 2, 3])
+    reported = tune(grid, exploding(LOSSES, 0.3, seed=1))
+    assert (reported.best.lr, [r.status for r in reported.records]) == (0.3, ["diverged", "finished", "finished"])
+
+
+def test_what_leads_is_shown_and_decides_nothing_until_it_is_vetted():
+    grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, vets=2)
+    run_all = exploding(LOSSES)
+    there = {r.setting: r for r in run_all([*grid.grid, TINY.but(lr=0.3, seed=1)])}
+    found = look(grid, there.get)
+    assert [(s.lr, s.seed) for s in found.missing] == [(0.3, 100), (0.3, 101)]
+    assert (found.tuned.best.lr, len(found.tuned.records), found.tuned.searched, found.tuned.grid_done) == (0.3, 1, False, False)
+    there |= {r.setting: r for r in run_all(found.missing)}
+    found = look(grid, there.get)
+    assert [(s.lr, s.seed) for s in found.missing] == [(0.3, 2), (0.3, 3)]
+    assert (found.tuned.searched, found.tuned.grid_done) == (True, True)
+
+
+def test_a_search_of_one_setting_vets_nothing():
+    asked = []
+
+    def run_all(settings):
+        asked.extend(s.seed for s in settings)
+        return exploding(LOSSES)(settings)
+
+    tune(Search(TINY, rectangle((0.3,)), vets=2), run_all)
+    assert sorted(asked) == [0, 1, 2]
 
 
 def test_when_all_that_went_to_the_end_explode_on_a_seed_the_next_goes_there():

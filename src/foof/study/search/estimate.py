@@ -70,7 +70,7 @@ def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int,
         untried = [search.short(s) for s in search.grid if s not in wanted and s not in tried]
         wanted |= dict.fromkeys(untried)
         if untried and centre is None:  # its winner, whichever it is
-            wanted |= dict.fromkeys(search.reports(untried[0]))
+            wanted |= dict.fromkeys([*search.vetting(untried[0])[1:], *search.reports(untried[0])])
     left = [setting for setting in wanted if setting not in there]
     return len(left), sum(map(core_seconds, left))
 
@@ -79,5 +79,6 @@ def remaining(search: Search, get: Get) -> list[Setting]:
     """The runs that a search lacks: what comes next, the rest of its first grid, and the seeds of what seems to win."""
     grid = [search.short(s) for s in search.grid if s != search.middle and search.trial(s, get) is None]
     begun = search.middle is None or get(search.middle) is not None
-    seeds = [] if begun and not grid else search.reports(search.middle or search.grid[0])
+    winner = search.middle or search.grid[0]
+    seeds = [] if begun and not grid else [*search.vetting(winner)[1:], *search.reports(winner)]
     return [s for s in dict.fromkeys((*look(search, get).missing, *grid, *seeds)) if get(s) is None]

@@ -1,7 +1,8 @@
 """The paper's protocol for hyperparameters (Appendix D.2).
 
 Learning rates from {1, 3}·10^i, damping from 10^(2i) (or 10^i); grids extended while the best lies on an edge; best by
-the training loss at the end of training. The seed that selects (0) is not among those that report (1, 2, ...).
+the training loss at the end of training, of what explodes on no seed that selects. Those seeds (0, and 100, 101, ... for what leads) are
+not among those that report (1, 2, ...).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ Get = Callable[[Setting], Record | None]  # the record of a setting, if there is
 RunAll = Callable[[Sequence[Setting]], list[Record]]  # settings to their records in order, e.g. a sweep with its store
 CHALLENGERS = 2  # of a centre
 SELECTS = 0  # the seed that settings are chosen with
+VETS = 100  # the first of the other seeds that what is chosen must not explode on
 EXPLODED = 10.0  # times the first loss
 CLEARLY = 1.1  # a challenger's loss in the grid is lower by this factor: about as much as seeds differ by
 
@@ -104,6 +106,7 @@ class Search:
     damping_every: int = 2  # 10^(2i)
     extend: int = 3  # how often the grid may grow
     seeds: int = 3  # that report
+    vets: int = 0  # more seeds, which do not report, that what wins must not explode on; 0: on those that report, which have a say then
     centre: tuple[float, float | str | None] | None = None
     known: bool = True
     urgency: int = 0  # of several searches, lower ones are run first
@@ -135,6 +138,12 @@ class Search:
         """The runs that report a setting: none of them was looked at to choose it. Of a single setting nothing is chosen."""
         first = SELECTS + 1 if len(self.grid) > 1 else SELECTS
         return [setting.but(seed=first + i) for i in range(self.seeds)]
+
+    def vetting(self, setting: Setting) -> list[Setting]:
+        """The runs none of which may explode, if a setting of several is to win."""
+        if not self.vets or len(self.grid) < 2:
+            return [setting, *self.reports(setting)]
+        return [setting, *(setting.but(seed=VETS + i) for i in range(self.vets))]
 
     @property
     def searched(self) -> bool:
@@ -217,7 +226,8 @@ def look(search: Search, get: Get) -> Look:
             alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
             contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
             if contest.missing:
-                return Look(contest.missing, known)
+                leads = _report(search, contest.winner, get, searched=False).tuned
+                return Look(contest.missing, known or (leads and _with_grid(leads, current, contest.winner, trials)))
             wider = next((w for s in (*contest.passed, contest.winner) if (w := current.around(s)) != current), current)
             if wider == current or rounds == search.extend:
                 break
@@ -254,7 +264,7 @@ class _Contest:
 
 
 def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setting], order: Sequence[Setting], get: Get) -> _Contest:
-    """The lowest loss at the end of training, with the seed that selects, among those that explode on no seed.
+    """The lowest loss at the end of training, with the seed that selects, among those that explode on no seed that vets them.
 
     Without short runs all of the grid is there. With them, the centre and its challengers are run to the end, and, should the centre
     have exploded on the way, the best of the grid in its place; should all of these explode on some seed, the next best, one by one.
@@ -267,8 +277,10 @@ def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setti
                 return _Contest(first, (s,))
     there = sorted((s for s in dict.fromkeys((first, *order)) if get(s) is not None), key=lambda s: _score(get(s)))
     for i, s in enumerate(there):
-        if not any(exploded(record) for run in (s, *search.reports(s)) if (record := get(run))):
-            return _Contest(s, passed=tuple(there[:i]))
+        runs = {run: get(run) for run in search.vetting(s)}
+        if not any(map(exploded, filter(None, runs.values()))):
+            unseen = tuple(run for run, record in runs.items() if record is None) if search.vets else ()
+            return _Contest(s, unseen, passed=tuple(there[:i]))
     return _Contest(first, tuple(s for s in order if get(s) is None)[:1])
 
 
