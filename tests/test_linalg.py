@@ -23,15 +23,36 @@ def test_inverse_and_solve(seed, m, rank, groups):
     assert torch.allclose(linalg.solve_right(X, linalg.damped_cholesky(S, 0.1)), X @ dense, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 10, linalg.FEW_ROWS - 1, linalg.FEW_ROWS, linalg.FEW_ROWS + 1])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [0, 1, 10, linalg.FEW_ROWS - 1, linalg.FEW_ROWS, linalg.SOME_ROWS - 1, linalg.SOME_ROWS])
 @pytest.mark.parametrize("groups", [(), (3,)])
-def test_solves_of_few_rows_in_single_precision_are_filled_up_unseen(rows, groups):
+def test_solves_are_the_same_from_either_side(rows, groups, threads):
     S, X = semidefinite(40, 40, groups, torch.float32), torch.randn(*groups, rows, 40)
     dense = X.double() @ torch.linalg.inv(S.double() + 10 * torch.eye(40, dtype=torch.float64))
-    ours = linalg.solve_right(X, linalg.damped_cholesky(S, 10.0))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        ours = linalg.solve_right(X, linalg.damped_cholesky(S, 10.0))
+    finally:
+        torch.set_num_threads(before)
     assert ours.shape == X.shape
     assert ours.dtype == torch.float32
     assert torch.allclose(ours.double(), dense, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [(), (3,)])
+def test_factorisations_in_place_leave_what_they_were_given(groups):
+    S = semidefinite(12, 12, groups, torch.float32)
+    before, eye = S.clone(), 0.5 * torch.eye(12)
+    assert torch.equal(linalg.damped_cholesky(S, 0.5), torch.linalg.cholesky(S + eye))
+    assert torch.equal(linalg.damped_inverse(S, 0.5), torch.cholesky_inverse(torch.linalg.cholesky(S + eye)))
+    assert torch.equal(S, before)
+
+
+def test_inverses_have_derivatives():
+    S = semidefinite(4, 4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda X: linalg.damped_inverse((X + X.mT) / 2, 0.5), S)
+    assert torch.autograd.gradcheck(lambda X: linalg.damped_cholesky((X + X.mT) / 2, 0.5), S)
 
 
 def test_an_inverse_pays_where_solves_of_few_rows_would_be_many():
