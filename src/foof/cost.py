@@ -30,17 +30,20 @@ class Machine:
     products: float = 84e9  # flops per second in products of matrices
     own_products: float = 92e9  # the same of `foof.linalg.times_transposed`: with inverses, and of errors passed on
     gradients: float = 84e9  # the same of `foof.linalg.product`: of errors and inputs, and second moments
+    turning: float = 0.0  # seconds that it takes before, for each number of a matrix that it must turn first
     solves: float = 50e9  # flops per second of the two triangular solves with a Cholesky factor
     memory: float = 38e9  # bytes per second read or written by elementwise operations
     pages: float = 2.1e9  # bytes per second into memory that is had anew
     inverse: float = 65e9  # m³ per second of a damped inverse by Cholesky, beside
     inverse_bytes: float = 190.0  # bytes moved for each of its m² entries
+    factor: float = 195e9  # m³ per second of its Cholesky factor alone, beside
+    factor_bytes: float = 95.0  # bytes moved for each of its entries
     operation: float = 4e-5  # seconds that an operation takes, forward and backward, however small
     tap: float = 1.2e-4  # seconds that a call of a covered layer adds
 
     def threads(self, count: int) -> Machine:
         """Of so many threads: they multiply faster, but share the memory and the interpreter."""
-        faster = {name: count * getattr(self, name) for name in ("products", "own_products", "gradients", "solves", "inverse")}
+        faster = {name: count * getattr(self, name) for name in ("products", "own_products", "gradients", "solves", "inverse", "factor")}
         return replace(self, **faster)
 
     def inverted(self, m: int) -> float:
@@ -48,8 +51,8 @@ class Machine:
         return m**3 / self.inverse + m**2 * self.inverse_bytes / self.memory
 
     def factorised(self, m: int) -> float:
-        """Seconds of its Cholesky factor alone, a third of the flops."""
-        return m**3 / 3 / self.inverse + m**2 * self.inverse_bytes / 2 / self.memory
+        """Seconds of its Cholesky factor alone."""
+        return m**3 / self.factor + m**2 * self.factor_bytes / self.memory
 
 
 @dataclass(frozen=True)
@@ -200,11 +203,12 @@ def extra_seconds(work: Work, machine: Machine, method: str, T: int, S: int) -> 
             else:
                 applied, made = 2 * linalg.uses(1, rows) * m**2 / machine.solves, machine.factorised(m)
             gathered = 1.5 * w.rows * m**2 / (machine.gradients if w.linear else machine.products) + 3 * FLOAT * m**2 / machine.memory
+            gathered += w.rows * m * machine.turning if w.linear else 0.0
             total += w.groups * (applied + S / T * gathered + made / T)
         forward = w.groups * 2 * w.rows * w.n * w.m
         errors = machine.own_products if w.linear else machine.products  # the rate at which they are passed on
         if w.linear and not w.diagonal:
-            total += forward * (1 / machine.gradients - 1 / machine.products)
+            total += forward * (1 / machine.gradients - 1 / machine.products) + w.groups * w.rows * w.n * machine.turning
         if w.inner:
             total += forward * (1 / errors - 1 / machine.products)
         if method == "KFAC" and w.inner:
@@ -243,12 +247,8 @@ def memory(work: Work, method: str) -> float:
 
 
 def _room(w: LayerWork, method: str) -> float:
-    """To make an inverse: two matrices at a time, ``Σ + λI`` and its Cholesky factor, or that and the inverse; one side after the other."""
-    room = done = 0.0
-    for _, m in _sides(w, method):
-        square = FLOAT * w.groups * m**2
-        room, done = max(room, done + 2 * square), done + square
-    return room
+    """To make an inverse while the last one is in use: that of ``Σ + λI``, which becomes its Cholesky factor and the inverse in place."""
+    return sum(FLOAT * w.groups * m**2 for _, m in _sides(w, method))
 
 
 def _rows_kept(w: LayerWork, method: str, beside_activations: bool = False) -> float:

@@ -13,7 +13,7 @@ from foof.bench.cases import Case, fully_connected
 from foof.bench.machine import seconds_in_turns
 from foof.bench.methods import BASELINE, METHODS, Training
 from foof.covering import covered_layers
-from foof.linalg import damped_cholesky, damped_inverse, product, solve_right, times_transposed
+from foof.linalg import WIDE, damped_cholesky, damped_inverse, product, solve_right, times_transposed
 
 PREDICTED = ("FOOF", "KFAC")
 
@@ -32,25 +32,36 @@ def calibrate(device: torch.device) -> cost.Machine:
     seconds = seconds_in_turns(
         {
             "products": lambda: (rows @ W.mT, rows @ W, rows.mT @ rows), "own": torch.no_grad()(lambda: times_transposed(rows, W)),
-            "gradients": torch.no_grad()(lambda: product(rows.mT, rows)),
+            "gradients": torch.no_grad()(lambda: product(rows.mT, rows)), "turn": lambda: rows.mT.contiguous(),
             "solve": lambda: solve_right(rows, L), "update": update.step, "anew": lambda: torch.empty(4000, 4000, device=device).zero_(),
             "invert 500": lambda: damped_inverse(narrow, 1.0), "invert 1500": lambda: damped_inverse(broad, 1.0),
+            "factor 500": lambda: damped_cholesky(narrow, 1.0), "factor 1500": lambda: damped_cholesky(broad, 1.0),
             "SGD": lambda: sgd.step(x, y), "FOOF": lambda: foof.step(x, y),
         }, device
     )  # fmt: skip
     sgd.close()
     foof.close()
     work, flops = work_of(small), 2 * 100 * 1000**2
+    turn = seconds["turn"] if WIDE else 0.0  # by oneDNN
     memory = 8 * 3 * W.numel() * cost.FLOAT / seconds["update"]
-    cubes = seconds["invert 500"] / 500**3, seconds["invert 1500"] / 1500**3
-    per_entry = (cubes[0] - cubes[1]) / (1 / 500 - 1 / 1500)  # t = m³ / rate + m² · per_entry,
-    per_entry = min(max(per_entry, 0.0), 1000 * cubes[1])  # of which the second part is at most two thirds at 1,500, on a busy machine, too
+    inverse, inverse_entry = _cubic(seconds["invert 500"], seconds["invert 1500"])
+    factor, factor_entry = _cubic(seconds["factor 500"], seconds["factor 1500"])
     return cost.Machine(
         products=3 * flops / seconds["products"], own_products=flops / seconds["own"],
-        gradients=flops / seconds["gradients"], solves=flops / seconds["solve"], memory=memory,
-        pages=4 * 4000**2 / seconds["anew"], inverse=1 / (cubes[1] - per_entry / 1500), inverse_bytes=per_entry * memory,
+        gradients=flops / (seconds["gradients"] - turn), turning=turn / rows.numel(), solves=flops / seconds["solve"], memory=memory,
+        pages=4 * 4000**2 / seconds["anew"], inverse=inverse, inverse_bytes=inverse_entry * memory,
+        factor=factor, factor_bytes=factor_entry * memory,
         operation=seconds["SGD"] / work.operations, tap=max(seconds["FOOF"] - seconds["SGD"], 0.0) / len(work.layers),
     )  # fmt: skip
+
+
+def _cubic(at_500: float, at_1500: float) -> tuple[float, float]:
+    """The rate and the seconds per entry of ``t = m³ / rate + m² · per_entry``, from two times; the second part is at most two thirds at
+    1,500, on a busy machine, too.
+    """
+    cubes = at_500 / 500**3, at_1500 / 1500**3
+    per_entry = min(max((cubes[0] - cubes[1]) / (1 / 500 - 1 / 1500), 0.0), 1000 * cubes[1])
+    return 1 / (cubes[1] - per_entry / 1500), per_entry
 
 
 def _moment(m: int, device: torch.device) -> torch.Tensor:
