@@ -14,7 +14,7 @@ import pytest
 
 import kills
 from foof.study.search import sweep as module
-from foof.study.search.estimate import core_seconds, plan
+from foof.study.search.estimate import core_seconds, plan, remaining
 from foof.study.search.grids import Row, Search, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune, tune_all
 from foof.study.search.store import Store
 from foof.study.search.sweep import WorkerDied, sweep
@@ -330,6 +330,7 @@ def test_what_leads_is_shown_and_decides_nothing_until_it_is_vetted():
     there = {r.setting: r for r in run_all([*grid.grid, TINY.but(lr=0.3, seed=1)])}
     found = look(grid, there.get)
     assert [(s.lr, s.seed) for s in found.missing] == [(0.3, 100), (0.3, 101)]
+    assert [(s.lr, s.seed) for s in remaining(grid, there.get)] == [(0.3, 100), (0.3, 101), (0.3, 2), (0.3, 3)]
     assert (found.tuned.best.lr, len(found.tuned.records), found.tuned.searched, found.tuned.grid_done) == (0.3, 1, False, False)
     there |= {r.setting: r for r in run_all(found.missing)}
     found = look(grid, there.get)

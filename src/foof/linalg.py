@@ -69,18 +69,22 @@ def damped_inverse(S: Tensor, damping: float | Tensor, name: str = "matrix") -> 
     """``P = (S + λI)⁻¹``, by Cholesky. S, P ``(..., m, m)``."""
     L, info = _cholesky(add_damping(S, damping))
     L = L if not info.any() else _wide_cholesky(S, damping, name)
-    return torch.cholesky_inverse(L, out=None if L.requires_grad else L).to(S.dtype)
+    return torch.cholesky_inverse(L, out=None if _differentiated(L) else L).to(S.dtype)
 
 
 def _cholesky(A: Tensor) -> tuple[Tensor, Tensor]:
     """``torch.linalg.cholesky_ex`` of a symmetric A ``(..., m, m)``, in A's own memory unless derivatives are wanted: new memory takes as
     long as a third of the factorisation.
     """
-    if A.requires_grad:
+    if _differentiated(A):
         return torch.linalg.cholesky_ex(A)
     by_columns = A.mT  # as LAPACK wants it
     info = torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
     return torch.linalg.cholesky_ex(by_columns, out=(by_columns, info))
+
+
+def _differentiated(X: Tensor) -> bool:
+    return X.requires_grad or _torch.inside_transform()
 
 
 def _wide_cholesky(S: Tensor, damping: float | Tensor, name: str) -> Tensor:

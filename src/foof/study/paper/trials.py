@@ -24,11 +24,14 @@ class Trials:
     on_edge: bool
     best: str
     seeds: int  # that report
+    decided: bool = True  # not: what leads is still to be vetted, or others to be run to the end
 
     @property
     def state(self) -> str:
         if self.run < self.planned:
             return f"{self.planned - self.run} to do"
+        if not self.decided:
+            return "not decided yet"
         return "best at an edge" if self.on_edge else "best inside"
 
 
@@ -44,4 +47,5 @@ def _trials(o: Outcome, label: str, t: Tuned) -> Trials:
         o.experiment.id, o.experiment.where, label, t.planned, len(t.tried), sum(map(exploded, t.tried)),
         sum(r.setting.steps >= t.best.steps for r in t.tried), t.grid_steps, t.on_edge,
         best + (f", momentum {momentum:g}" if momentum else ""), 0 if t.selecting else len(t.records),
+        t.grid_done,
     )  # fmt: skip

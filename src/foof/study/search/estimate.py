@@ -79,6 +79,11 @@ def remaining(search: Search, get: Get) -> list[Setting]:
     """The runs that a search lacks: what comes next, the rest of its first grid, and the seeds of what seems to win."""
     grid = [search.short(s) for s in search.grid if s != search.middle and search.trial(s, get) is None]
     begun = search.middle is None or get(search.middle) is not None
-    winner = search.middle or search.grid[0]
-    seeds = [] if begun and not grid else [*search.vetting(winner)[1:], *search.reports(winner)]
-    return [s for s in dict.fromkeys((*look(search, get).missing, *grid, *seeds)) if get(s) is None]
+    found = look(search, get)
+    seeds: list[Setting] = []
+    if grid or not begun:
+        winner = search.middle or search.grid[0]
+        seeds = [*search.vetting(winner)[1:], *search.reports(winner)]
+    elif search.vets and found.tuned:
+        seeds = search.reports(found.tuned.best)
+    return [s for s in dict.fromkeys((*found.missing, *grid, *seeds)) if get(s) is None]
