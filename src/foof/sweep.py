@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foof.linalg import add_damping
+from foof.linalg import WIDE, add_damping, product, times_transposed
 
 PANEL = 192  # rows and columns that are swept at once: enough for products to be fast
 
@@ -40,19 +40,27 @@ class Sweep:
         L, info = torch.linalg.cholesky_ex(A[..., k:end, k:end])
         self._failed |= info.any()
         R = torch.linalg.solve_triangular(L, torch.eye(end - k, dtype=A.dtype, device=A.device), upper=False).mT  # L⁻ᵀ
-        F = torch.cat([A[..., k:end, :k].mT @ R, -R, A[..., end:, k:end] @ R], dim=-2)
+        F = torch.cat([product(A[..., k:end, :k].mT, R), -R, product(A[..., end:, k:end], R)], dim=-2)
         A[..., k:end, :k] = 0
         A[..., k:, k:end] = 0
         for one, f in zip(A, F, strict=True) if A.dim() == 3 else [(A, F)]:
             for j in range(0, len(one), b):  # down from the diagonal
-                one[j:, j : j + b].addmm_(f[j:], f[j : j + b].mT, alpha=-1)
+                if WIDE:
+                    one[j:, j : j + b].sub_(times_transposed(f[j:], f[j : j + b]))
+                else:
+                    one[j:, j : j + b].addmm_(f[j:], f[j : j + b].mT, alpha=-1)
 
     def result(self) -> Tensor | None:
-        """``P``, once all parts are done; None where rounding has left ``S + λI`` indefinite, as a Cholesky would have told."""
+        """``P``, once all parts are done, in the memory of A; None where rounding has left ``S + λI`` indefinite, as a Cholesky would have
+        told."""
         if self._failed:
             return None
-        lower = self._A.tril().neg_()
-        return (lower + lower.tril(-1).mT).reshape(self._shape).contiguous()  # as after a checkpoint
+        P, b = self._A.neg_(), self._panel
+        for k in range(0, self._shape[-1], b):  # the upper triangle from the lower one
+            end = min(k + b, self._shape[-1])
+            P[..., k:end, end:] = P[..., end:, k:end].mT
+            P[..., k:end, k:end] = P[..., k:end, k:end].tril() + P[..., k:end, k:end].tril(-1).mT
+        return P.reshape(self._shape)
 
 
 def parts_of(m: int, panel: int | None = None) -> int:

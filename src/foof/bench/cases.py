@@ -120,7 +120,7 @@ CASES: dict[str, Case] = {
     case.name: case
     for case in (
         fully_connected(1000, rounds=5, variants=("FOOF, spread", "KFAC, spread", "FOOF, no lr")),
-        fully_connected(4000, rounds=5, variants=("FOOF, spread",),
+        fully_connected(4000, rounds=5, variants=("FOOF, spread", "KFAC, spread"),
                         without=(("SOAP", "left out for its time: its first step decomposes six matrices of order 4,000"),)),
         fully_connected(1000, T=1, S=1, rounds=6),
         fully_connected(250, rounds=5), fully_connected(2000, variants=("FOOF, spread", "KFAC, spread")),
