@@ -316,6 +316,25 @@ def test_while_a_grid_grows_around_its_winner_the_winner_is_shown_and_decides_no
     assert (len(found.tuned.tried), found.tuned.planned) == (3, 4)
 
 
+def test_a_row_whose_trials_all_explode_is_no_bound_of_damping():
+    """λ = 0.01 lives at 0.01 alone, below its row: and is best there."""
+
+    def run_all(settings):
+        def record(s):
+            dead = s.damping == 0.01 and s.lr > 0.01
+            loss = abs(math.log10(s.lr / 0.01)) + (0 if s.damping == 0.01 else 10 * abs(math.log10(s.damping) - 0.1))
+            return Record(s, "diverged" if dead else "finished", {"step": [1], "loss": [1.0]}, {"train_loss": loss})
+
+        return [record(s) for s in settings]
+
+    grid = Search(TINY, rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0)), extend=5)
+    found = tune(grid, run_all)
+    assert (found.best.lr, found.best.damping) == (0.01, 0.01)
+    assert sorted(r.setting.lr for r in found.tried if r.setting.damping == 0.01) == [0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
+    given_up = tune(replace(grid, extend=1), run_all)
+    assert (given_up.best.damping, given_up.on_edge) == (1.0, True)  # λ = 0.01 has been tried down to 0.03, in vain
+
+
 def test_seeds_that_vet_pass_over_what_explodes_and_seeds_that_report_do_not():
     grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, vets=2)
     vetoed = tune(grid, exploding(LOSSES, 0.3, seed=101))

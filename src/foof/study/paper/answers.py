@@ -39,22 +39,22 @@ QUESTIONS = (
         Comparison("fig2a", r.KFAC, r.NATURAL_FULL, "one layer, full batch, full Fisher (Fig. 2A)"),
         Comparison("fig1d", r.KFAC, r.NATURAL_FULL, "the whole network, full batch, full Fisher (Fig. 1D)"),
         Comparison("fig1a", r.KFAC, r.NATURAL, "mini-batches (Fig. 1A)"),
-        Comparison("figj12a", r.KFAC_ONE_BATCH, r.NATURAL, "a ResNet18, both subsampled (Fig. J.12)"),
-        Comparison("figj13b", r.KFAC_ONE_BATCH, r.NATURAL, "an autoencoder, both subsampled (Fig. J.13)"),
+        Comparison("figj12a", r.KFAC_ONE_BATCH, r.NATURAL, "a ResNet18 without batch norm, both subsampled (Fig. J.12)"),
+        Comparison("figj13b", r.KFAC_ONE_BATCH, r.NATURAL, "an autoencoder on MNIST, both subsampled (Fig. J.13)"),
     )),
     Question("Is heuristic damping needed?", (
         Comparison("fig3a", r.KFAC, r.STANDARD, "KFAC at its best λ with either damping (Fig. 3A)"),
         Comparison("fig3a", r.HEURISTIC, r.STANDARD, "heuristic damping at the λ of Fig. 3C"),
         Comparison("fig3a", r.STANDARD, r.SGD, "standard damping against SGD"),
-        Comparison("figj14a", r.KFAC, r.STANDARD, "a ResNet18 (Fig. J.14)"),
-        Comparison("figj15b", r.KFAC, r.STANDARD, "an autoencoder (Fig. J.15)"),
+        Comparison("figj14a", r.KFAC, r.STANDARD, "a ResNet18 without batch norm (Fig. J.14)"),
+        Comparison("figj15b", r.KFAC, r.STANDARD, "an autoencoder on MNIST (Fig. J.15)"),
     )),
     Question("Does FOOF beat KFAC?", (
         Comparison("fig4b", r.FOOF, r.KFAC, "mini-batches (Fig. 4B)"),
         Comparison("fig3d", r.label_3(r.FOOF_LAMBDA_A, r.DAMPINGS[1]), r.label_3(r.KFAC, r.DAMPINGS[1]), "at the same small λ_A (Fig. 3D)"),
         Comparison("fig5b", r.FOOF, r.KFAC, "a ResNet18 without batch norm (Fig. 5B)"),
         Comparison("fig5c", r.FOOF, r.KFAC, "a ResNet18 with batch norm (Fig. 5C)"),
-        Comparison("figj20a", r.FOOF, r.KFAC, "an autoencoder (Fig. J.20)"),
+        Comparison("figj20a", r.FOOF, r.KFAC, "an autoencoder on MNIST (Fig. J.20)"),
     )),
 )  # fmt: skip
 WORDS = {Ruling.HOLDS: "Yes", Ruling.FAILS: "No", Ruling.UNDECIDED: "Not decided", Ruling.NOT_RUN: "Not run"}

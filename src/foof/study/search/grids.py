@@ -77,6 +77,10 @@ class Row:
         after = (lr_at(lr_index(lr) + 1),) if lr == self.lrs[-1] else ()
         return replace(self, lrs=(*before, *self.lrs, *after))
 
+    def lowered(self) -> Row:
+        """One more learning rate below the others."""
+        return replace(self, lrs=(lr_at(lr_index(self.lrs[0]) - 1), *self.lrs))
+
     def moved(self, decades: int, by: int) -> Row:
         """The same ladder at another λ, `by` places further."""
         assert isinstance(self.damping, float)
@@ -156,6 +160,14 @@ class Search:
     def _dampings(self) -> list[float]:
         return sorted({row.damping for row in self.rows if isinstance(row.damping, float)})
 
+    def _beside(self, row: Row) -> list[Row]:
+        """The rows of the next smaller and the next larger λ."""
+        dampings = self._dampings()
+        if row.damping not in dampings or len(row.lrs) < 2:
+            return []
+        i = dampings.index(row.damping)
+        return [r for r in self.rows if r.damping in (*dampings[max(i - 1, 0) : i], *dampings[i + 1 : i + 2])]
+
     def on_edge(self, best: Setting) -> bool:
         """Is its learning rate an end of its row, or its λ the smallest or largest of several? A single value is no grid."""
         if best not in self.grid:
@@ -163,12 +175,19 @@ class Search:
         lrs, dampings = self._row(best).lrs, self._dampings()
         return (len(lrs) > 1 and best.lr in (lrs[0], lrs[-1])) or (len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]))
 
-    def around(self, best: Setting) -> Search:
-        """This search with its grid extended where `best` lies on an edge; equal to it where there is nothing to extend."""
+    def around(self, best: Setting, alive: Callable[[Setting], bool] = lambda _: True) -> Search:
+        """This search with its grid extended where `best` lies on an edge; equal to it where there is nothing to extend.
+
+        A row beside that of the best of which no trial is `alive` is no bound: it gets a smaller learning rate.
+        """
         if best not in self.grid:
             return self
         row, dampings = self._row(best), self._dampings()
-        rows = tuple(r.grown(best.lr) if r is row else r for r in self.rows)
+        beside_best = self._beside(row)
+        rows = tuple(
+            r.grown(best.lr) if r is row else r.lowered() if r in beside_best and not any(map(alive, r.settings(self.base))) else r
+            for r in self.rows
+        )
         if len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]):
             way = -1 if best.damping == dampings[0] else 1
             beside = next(r for r in self.rows if r.damping == dampings[-way if way < 0 else -2])
@@ -221,14 +240,16 @@ def look(search: Search, get: Get) -> Look:
             known = _with_grid(so_far, current, centre, trials)
         if missing:
             return Look(missing, known)
-        wider = current.around(order[0])
+        living = {s for s in order if not exploded(trials[s])}
+        wider = current.around(order[0], living.__contains__)
         if wider == current or rounds == search.extend:
             alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
             contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
             if contest.missing:
                 leads = _report(search, contest.winner, get, searched=False).tuned
                 return Look(contest.missing, known or (leads and _with_grid(leads, current, contest.winner, trials)))
-            wider = next((w for s in (*contest.passed, contest.winner) if (w := current.around(s)) != current), current)
+            grown = (current.around(s, living.__contains__) for s in (*contest.passed, contest.winner))
+            wider = next((w for w in grown if w != current), current)
             if wider == current or rounds == search.extend:
                 break
             so_far = _report(search, contest.winner, get, searched=False).tuned
@@ -241,7 +262,8 @@ def look(search: Search, get: Get) -> Look:
 
 def _with_grid(found: Tuned, grid: Search, best: Setting, trials: Mapping[Setting, Record]) -> Tuned:
     """What was found, with all that was tried."""
-    edge, at = grid.on_edge(best), grid.grid_steps
+    living = {s for s, record in trials.items() if not exploded(record)}
+    edge, at = grid.on_edge(best) or grid.around(best, living.__contains__) != grid, grid.grid_steps
     gain = _trial_loss(trials[best], at) / min(_trial_loss(r, at) for r in trials.values()) if at and best in trials else 1.0
     return replace(found, tried=tuple(trials.values()), on_edge=edge, grid_steps=at, planned=len(grid.grid), early_gain=gain)
 
