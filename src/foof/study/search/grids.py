@@ -97,7 +97,8 @@ class Search:
     """One method's own search: a base setting, a first grid, and how many seeds report its winner.
 
     The grid is made of rows, each a ladder of learning rates at one λ. It grows by one learning rate where the best (or what wins in the
-    end) lies at an end of its row, and by one row where it lies in the first or last of several λ. A single value is a choice, not a grid.
+    end) lies at an end of its row, and by one row where it lies in the first or last of several λ; a row beside it of which no trial lives
+    gets a smaller learning rate. A single value is a choice, not a grid.
     With a `centre` (lr, λ), it is run first, and stands until the grid around it is complete. It is `known` if a
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
