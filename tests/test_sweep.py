@@ -335,6 +335,35 @@ def test_a_row_whose_trials_all_explode_is_no_bound_of_damping():
     assert (given_up.best.damping, given_up.on_edge) == (1.0, True)  # λ = 0.01 has been tried down to 0.03, in vain
 
 
+def test_a_row_that_has_not_been_run_yet_is_not_dead():
+    """Nothing grows for want of records."""
+    grid = Search(TINY, rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0)))
+    best = TINY.but(lr=0.3, damping=1.0)
+    assert grid.around(best) == grid
+    dead = [TINY.but(lr=lr, damping=0.01) for lr in (0.1, 0.3, 1.0)]
+    assert grid.around(best, dead[:2]) == grid
+    assert grid.around(best, dead).rows[0].lrs == (0.03, 0.1, 0.3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("gained", "lr", "edge"),
+    [(0.005, 0.3, False), (0.05, 0.3, True), (0.005, 1.0, True)],
+    ids=["nothing to gain", "still gaining", "the learning rate gains"],
+)
+def test_where_the_next_damping_inside_does_as_well_there_is_nothing_to_gain_outside(gained, lr, edge):
+    """The loss falls by `gained` with each factor of 100 in λ, and is lowest at `lr`."""
+
+    def run_all(settings):
+        def record(s):
+            loss = 1 + gained * math.log10(s.damping) / 2 + abs(math.log10(s.lr / lr))
+            return Record(s, "finished", {"step": [1], "loss": [1.0]}, {"train_loss": loss})
+
+        return [record(s) for s in settings]
+
+    found = tune(Search(TINY, rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0)), extend=0), run_all)
+    assert (found.best.damping, found.on_edge) == (0.01, edge)
+
+
 def test_seeds_that_vet_pass_over_what_explodes_and_seeds_that_report_do_not():
     grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, vets=2)
     vetoed = tune(grid, exploding(LOSSES, 0.3, seed=101))

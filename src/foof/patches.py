@@ -28,6 +28,7 @@ from foof.layers import Conv
 from foof.statistics import wide
 
 FEW_POSITIONS = 16  # for which a product of rows is faster than a call of the weight gradient
+CHANNELS_LAST = {4: torch.channels_last}  # for inputs of two dimensions, (N, C, H, W): weight gradients are up to twice as fast so
 AT_A_TIME = 2**20  # numbers to cut out at once: little memory, and sums of sums round less than one long sum
 
 
@@ -60,8 +61,8 @@ def second_moment(layer: Conv, x: Tensor, subset: Subset | None = None) -> Tenso
         datapoints, every = len(x), subset.datapoints
         x = x[subset.shift % max(1, min(every, datapoints)) :: every]
         axes = axes_of(layer, x, subset)
-        X = layer._pad(x.to(wide(x.dtype)))
-        how = without_patches if cheaper_without_patches(X, axes, layer.groups) else by_patches
+        how = without_patches if cheaper_without_patches(x, axes, layer.groups) else by_patches
+        X = layer._pad(x.to(wide(x.dtype), memory_format=CHANNELS_LAST.get(x.dim(), torch.preserve_format)))
         moment = X.new_empty(layer.groups, layer.m, layer.m)
         how(X, axes, moment)
         looked_at = len(x) * math.prod(axis.R for axis in axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foof.study.train.setting import Record, Setting, Value
@@ -20,6 +20,7 @@ CHALLENGERS = 2  # of a centre
 SELECTS = 0  # the seed that settings are chosen with
 VETS = 100  # the first of the other seeds that what is chosen must not explode on
 EXPLODED = 10.0  # times the first loss
+FLAT = 1.01  # times the best loss: what the next λ inside comes to where nothing is left to gain outside
 CLEARLY = 1.1  # a challenger's loss in the grid is lower by this factor: about as much as seeds differ by
 
 
@@ -176,17 +177,17 @@ class Search:
         lrs, dampings = self._row(best).lrs, self._dampings()
         return (len(lrs) > 1 and best.lr in (lrs[0], lrs[-1])) or (len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]))
 
-    def around(self, best: Setting, alive: Callable[[Setting], bool] = lambda _: True) -> Search:
+    def around(self, best: Setting, dead: Collection[Setting] = ()) -> Search:
         """This search with its grid extended where `best` lies on an edge; equal to it where there is nothing to extend.
 
-        A row beside that of the best of which no trial is `alive` is no bound: it gets a smaller learning rate.
+        A row beside that of the best all trials of which are `dead` is no bound: it gets a smaller learning rate.
         """
         if best not in self.grid:
             return self
         row, dampings = self._row(best), self._dampings()
         beside_best = self._beside(row)
         rows = tuple(
-            r.grown(best.lr) if r is row else r.lowered() if r in beside_best and not any(map(alive, r.settings(self.base))) else r
+            r.grown(best.lr) if r is row else r.lowered() if r in beside_best and all(s in dead for s in r.settings(self.base)) else r
             for r in self.rows
         )
         if len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]):
@@ -241,15 +242,15 @@ def look(search: Search, get: Get) -> Look:
             known = _with_grid(so_far, current, centre, trials)
         if missing:
             return Look(missing, known)
-        living = {s for s in order if not exploded(trials[s])}
-        wider = current.around(order[0], living.__contains__)
+        dead = _dead(trials)
+        wider = current.around(order[0], dead)
         if wider == current or rounds == search.extend:
             alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
             contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
             if contest.missing:
                 leads = _report(search, contest.winner, get, searched=False).tuned
                 return Look(contest.missing, known or (leads and _with_grid(leads, current, contest.winner, trials)))
-            grown = (current.around(s, living.__contains__) for s in (*contest.passed, contest.winner))
+            grown = (current.around(s, dead) for s in (*contest.passed, contest.winner))
             wider = next((w for w in grown if w != current), current)
             if wider == current or rounds == search.extend:
                 break
@@ -263,10 +264,23 @@ def look(search: Search, get: Get) -> Look:
 
 def _with_grid(found: Tuned, grid: Search, best: Setting, trials: Mapping[Setting, Record]) -> Tuned:
     """What was found, with all that was tried."""
-    living = {s for s, record in trials.items() if not exploded(record)}
-    edge, at = grid.on_edge(best) or grid.around(best, living.__contains__) != grid, grid.grid_steps
+    at = grid.grid_steps
+    edge = (grid.on_edge(best) or grid.around(best, _dead(trials)) != grid) and not _flat(grid, best, trials)
     gain = _trial_loss(trials[best], at) / min(_trial_loss(r, at) for r in trials.values()) if at and best in trials else 1.0
     return replace(found, tried=tuple(trials.values()), on_edge=edge, grid_steps=at, planned=len(grid.grid), early_gain=gain)
+
+
+def _flat(grid: Search, best: Setting, trials: Mapping[Setting, Record]) -> bool:
+    """Does what lies at an end of λ (not of its learning rates) do as well at the next λ inside? Then nothing is to be gained outside.
+
+    So with natural gradients as λ → 0: they depend on lr/λ alone. Beside a row without a living trial λ is at an end, too.
+    """
+    row, dead = grid._row(best) if best in grid.grid else Row(()), _dead(trials)
+    inside = [r for r in grid._beside(row) if any(s in trials and s not in dead for s in r.settings(grid.base))]
+    if len(inside) != 1 or best not in trials or best.lr in (row.lrs[0], row.lrs[-1]):
+        return False
+    known = [_trial_loss(trials[s], grid.grid_steps) for s in inside[0].settings(grid.base) if s in trials]
+    return min(known) <= FLAT * _trial_loss(trials[best], grid.grid_steps)
 
 
 def _clearly_better(
@@ -315,6 +329,10 @@ def exploded(record: Record) -> bool:
     """Did it diverge, or was its loss ever ten times what it began with?"""
     losses = record.series.get("loss") or [math.inf]
     return not math.isfinite(record.score) or max(losses) > EXPLODED * losses[0]
+
+
+def _dead(trials: Mapping[Setting, Record]) -> set[Setting]:
+    return {setting for setting, record in trials.items() if exploded(record)}
 
 
 def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Setting, ...]]:
