@@ -405,6 +405,10 @@ def test_a_verdict_s_bar_is_that_of_the_condition_it_hangs_on():
     assert deciding(v) is fails
     assert brief(v) == "0.1× (0.05–0.2)"
     assert brief(replace(v, conditions=(Condition(Effect(1.0, 1.0, 1.0, 3), 0.8, 1.25),))) == "1× (1–1)"
+    near = Effect(1.002, 0.9981, 1.006, 3)  # in as many digits as it takes to tell them apart
+    assert brief(replace(v, conditions=(Condition(near, 0.8, 1.25),))) == "1× (0.998–1.01)"
+    assert str(Effect(1.002, 1.0001, 1.004, 3)) == "1.002, 95 % interval 1–1.004 (n = 3)"
+    assert str(Effect(2.0, 1.2345, 3.0, 2)) == "2, 95 % interval 1.23–3 (n = 2)"
 
 
 def test_the_questions_are_answered_by_the_comparison_that_decides_them(outcomes):

@@ -89,8 +89,15 @@ class Effect:
             return f"unknown (n = {self.n})"
         if self.low == self.high and self.n > 1 and (math.isinf(self.ratio) or self.ratio == 0):
             return "diverges" if self.ratio else "the other diverges"
-        interval = f", 95 % interval {self.low:.3g}–{self.high:.3g}" if self.n > 1 else ""
-        return f"{self.ratio:.3g}{interval} (n = {self.n})"
+        ratio, low, high = self.numbers(3)
+        return f"{ratio}{f', 95 % interval {low}–{high}' if self.n > 1 else ''} (n = {self.n})"
+
+    def numbers(self, digits: int) -> tuple[str, str, str]:
+        """Ratio, low and high, in as many digits or as many as it takes to tell them apart, up to six."""
+        values = self.ratio, self.low, self.high
+        while digits < 6 and len({f"{v:.{digits}g}" for v in values}) < len(set(values)):
+            digits += 1
+        return f"{self.ratio:.{digits}g}", f"{self.low:.{digits}g}", f"{self.high:.{digits}g}"
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def brief(v: Verdict) -> str:
     e = c.effect
     if e.low == e.high and (math.isinf(e.ratio) or not e.ratio):
         return "diverges" if e.ratio else "other diverges"
-    return f"{e.ratio:.2g}×" + (f" ({e.low:.2g}–{e.high:.2g})" if e.n > 1 else " (n = 1)")
+    ratio, low, high = e.numbers(2)
+    return f"{ratio}×" + (f" ({low}–{high})" if e.n > 1 else " (n = 1)")
 
 
 WIDTH, COLUMNS, CELL, GAP = 880, 3, 50, 6
