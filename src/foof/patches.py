@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from foof.statistics import wide
 FEW_POSITIONS = 16  # for which a product of rows is faster than a call of the weight gradient
 CHANNELS_LAST = {4: torch.channels_last}  # for inputs of two dimensions, (N, C, H, W): weight gradients are up to twice as fast so
 AT_A_TIME = 2**20  # numbers to cut out at once: little memory, and sums of sums round less than one long sum
+CORRELATIONS = 512  # matrices (C, C) to hold at once
+DENSE = 2**14  # entries of a matrix of ones and zeros that is faster multiplied as it is
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,11 @@ class Span:
         return slice(self.positions[0] + d * self.differences[0], self.positions[-1] + d * self.differences[-1] + 1)
 
 
-def axes_of(layer: Conv, x: Tensor, subset: Subset) -> list[Axis]:
+Axes = tuple[Axis, ...]
+Box = tuple[Span, ...]
+
+
+def axes_of(layer: Conv, x: Tensor, subset: Subset) -> Axes:
     """The dimensions of a convolution over ``x (N, C, *sizes)``, at a subset of its locations."""
     axes, shift = [], subset.shift
     for i, size in enumerate(x.shape[2:]):
@@ -137,7 +144,7 @@ def axes_of(layer: Conv, x: Tensor, subset: Subset) -> list[Axis]:
         shift, first = divmod(shift, every)
         data = range(left, left + size) if layer.padding_mode == "constant" else range(left + size + right)
         axes.append(Axis(k, s * every, d, -(-(locations - first) // every), s * first, data, locations))
-    return axes
+    return tuple(axes)
 
 
 def better_than_rows(layer: Conv, x: Tensor) -> bool:
@@ -146,7 +153,7 @@ def better_than_rows(layer: Conv, x: Tensor) -> bool:
     return len(x) * layer.locations(x) > layer.m or cheaper_without_patches(x, axes_of(layer, x, Subset()), layer.groups)
 
 
-def by_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
+def by_patches(X: Tensor, axes: Axes, moment: Tensor) -> None:
     """Write ``Σ a aᵀ`` over the patches of a padded input ``X (N, C, *sizes)`` to ``moment (G, m, m)``; ``Σ a`` to a last row for the bias.
 
     A few datapoints at a time: all their patches are never in memory.
@@ -165,22 +172,24 @@ def by_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
             moment[:, m, :m] += P.sum(1)
 
 
-def without_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
+def without_patches(X: Tensor, axes: Axes, moment: Tensor) -> None:
     """As ``by_patches``, by one weight gradient for each box of spans: ``M[u, u'] = Σ K[u' - u]`` over the boxes that count for u."""
     groups, C = len(moment), X.shape[1] // len(moment)
     kernel, D = [axis.k for axis in axes], len(axes)
     m = C * math.prod(kernel)
     biased = moment.shape[-1] > m
-    M, sums = X.new_zeros(*kernel, *kernel, groups, C, C), X.new_zeros(*kernel, groups, C)
-    for box in _boxes(axes):
-        inside = _cut(X, [span.own for span in box])
-        K = _correlations(X, inside, box, axes, groups)
-        total = inside.sum((0, *range(2, 2 + D))).view(groups, C) if biased else None
-        for u in itertools.product(*[span.offsets for span in box]):
-            both = [_overlap(v, span.differences, axis.k) for v, span, axis in zip(u, box, axes, strict=True)]
-            M[u][tuple(there for there, _ in both)] += K[tuple(delta for _, delta in both)]
-            if total is not None:
-                sums[u] += total
+    M, sums = X.new_empty(m * m // (C * C), groups * C * C), X.new_empty(m // C, groups * C)
+    for i, part in enumerate(_parts(axes, X.dtype, X.device)):
+        K, totals = X.new_empty(part.counts.shape[1], groups, C, C), X.new_empty(len(part.boxes), groups * C)
+        for box, rows, total in zip(part.boxes, part.rows, totals, strict=True):
+            inside = _cut(X, [span.own for span in box])
+            K[rows].unflatten(0, [len(span.differences) for span in box]).copy_(_correlations(X, inside, box, axes, groups))
+            if biased:
+                total.copy_(inside.sum((0, *range(2, 2 + D))))
+        M.addmm_(part.counts, K.flatten(1), beta=min(i, 1))  # the first overwrites what was there
+        if biased:
+            sums.addmm_(part.covered, totals, beta=min(i, 1))
+    M = M.view(*kernel, *kernel, groups, C, C)
     swapped = (*range(D - 1, 2 * D - 2), *range(D - 1), 2 * D - 2, 2 * D, 2 * D - 1)
     for first, second in itertools.combinations(range(kernel[0]), 2):  # the other half: M[u', u] = M[u, u']ᵀ
         M[second].select(D - 1, first).copy_(M[first].select(D - 1, second).permute(swapped))
@@ -188,14 +197,65 @@ def without_patches(X: Tensor, axes: list[Axis], moment: Tensor) -> None:
     M = M.permute(2 * D, 2 * D + 1, *range(D), 2 * D + 2, *range(D, 2 * D))
     moment[:, :m, :m].unflatten(2, (C, *kernel)).unflatten(1, (C, *kernel)).copy_(M)
     if biased:
-        moment[:, m, :m] = sums.permute(D, D + 1, *range(D)).flatten(1)
+        moment[:, m, :m] = sums.unflatten(1, (groups, C)).permute(1, 2, 0).flatten(1)
 
 
-def _boxes(axes: list[Axis]) -> Iterator[tuple[Span, ...]]:
-    return itertools.product(*[list(axis.spans(half=i == 0)) for i, axis in enumerate(axes)])
+@lru_cache(1024)
+def _boxes(axes: Axes) -> tuple[Box, ...]:
+    return tuple(itertools.product(*[list(axis.spans(half=i == 0)) for i, axis in enumerate(axes)]))
 
 
-def _correlations(X: Tensor, inside: Tensor, box: tuple[Span, ...], axes: list[Axis], groups: int) -> Tensor:
+@dataclass(frozen=True)
+class Part:
+    """Some boxes, the rows of their correlations K, and what these are part of.
+
+    ``counts (k²ᴰ, rows)`` is 1 where ``K[δ]`` of a box counts for ``M[u, u' = u + δ]``, ``covered (kᴰ, boxes)`` where a box counts for u.
+    """
+
+    boxes: tuple[Box, ...]
+    rows: tuple[slice, ...]
+    counts: Tensor
+    covered: Tensor
+
+
+@lru_cache(256)
+def _parts(axes: Axes, dtype: torch.dtype, device: torch.device) -> tuple[Part, ...]:
+    """All boxes, a few hundred correlations at a time: of a kernel 3 × 3 in one part."""
+    parts, boxes, many = list[Part](), list[Box](), 0
+    for box in _boxes(axes):
+        new = math.prod(len(span.differences) for span in box)
+        if many + new > CORRELATIONS and boxes:
+            parts.append(_part(boxes, axes, dtype, device))
+            boxes, many = [], 0
+        boxes.append(box)
+        many += new
+    return (*parts, _part(boxes, axes, dtype, device))
+
+
+def _part(boxes: list[Box], axes: Axes, dtype: torch.dtype, device: torch.device) -> Part:
+    kernel = [axis.k for axis in axes]
+    number = {u: i for i, u in enumerate(itertools.product(*map(range, kernel)))}
+    rows, counting, covering, first = list[slice](), list[tuple[int, int]](), list[tuple[int, int]](), 0
+    for b, box in enumerate(boxes):
+        deltas = list(itertools.product(*[span.differences for span in box]))
+        for u in itertools.product(*[span.offsets for span in box]):
+            covering.append((number[u], b))
+            there = [number.get(tuple(map(sum, zip(u, delta, strict=True)))) for delta in deltas]
+            counting += [(number[u] * len(number) + v, first + i) for i, v in enumerate(there) if v is not None]
+        rows.append(slice(first, first + len(deltas)))
+        first += len(deltas)
+    counts = _ones(counting, (len(number) ** 2, first), dtype, device)
+    return Part(tuple(boxes), tuple(rows), counts, _ones(covering, (len(number), len(boxes)), dtype, device))
+
+
+def _ones(places: list[tuple[int, int]], shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A matrix with 1 in these places, sparse if it is large."""
+    ones = torch.ones(len(places), dtype=dtype, device=device)
+    matrix = torch.sparse_coo_tensor(torch.tensor(places, device=device).reshape(-1, 2).mT, ones, shape, check_invariants=False).coalesce()
+    return matrix.to_dense() if math.prod(shape) <= DENSE else matrix
+
+
+def _correlations(X: Tensor, inside: Tensor, box: Box, axes: Axes, groups: int) -> Tensor:
     """``K[δ] = Σ_p x[p] x[p + d·δ]ᵀ`` over the positions p of a box: ``(*δ, G, C, C)``.
 
     Of few positions one product of rows; else the weight gradient of a convolution from the positions ``p + d·δ`` to the positions p,
@@ -206,27 +266,25 @@ def _correlations(X: Tensor, inside: Tensor, box: tuple[Span, ...], axes: list[A
     if math.prod(len(span.positions) for span in box) <= FEW_POSITIONS:
         for i, (span, axis) in enumerate(zip(box, axes, strict=True)):
             seen = seen.unfold(2 + i, axis.d * (len(span.differences) - 1) + 1, axis.s)[..., :: axis.d]
-        rows = inside.unflatten(1, (groups, C)).movedim(1, 0).movedim(2, -1).flatten(1, -2)  # (G, rows, C)
-        seen = seen.unflatten(1, (groups, C)).movedim(1, 0).movedim(2, -1)  # (G, N, *p, *δ, C)
+        rows = inside.unflatten(1, (groups, C)).permute(1, 0, *range(3, 3 + D), 2).flatten(1, -2)  # (G, rows, C)
+        seen = seen.unflatten(1, (groups, C)).permute(1, 0, *range(3, 3 + 2 * D), 2)  # (G, N, *p, *δ, C)
         K = rows.mT @ seen.reshape(*rows.shape[:2], -1)
-        return K.unflatten(2, seen.shape[-D - 1 :]).movedim((0, 1), (D, D + 1))
-    K = X.new_zeros(groups * C, C, *[len(span.differences) for span in box])
+        return K.unflatten(2, seen.shape[-D - 1 :]).permute(*range(2, 2 + D), 0, 1, 2 + D)
+    shape_only = X.new_empty(()).expand(groups * C, C, *[len(span.differences) for span in box])
     few = max(1, AT_A_TIME // seen[:1].numel())
-    for e, x in zip(inside.split(few), seen.split(few), strict=True):
-        K += torch.ops.aten.convolution_backward(
-            e, x, K, None, [axis.s for axis in axes], [0] * D, [axis.d for axis in axes], False, [0] * D, groups, [False, True, False]
-        )[1]
-    return K.unflatten(0, (groups, C)).permute(*range(3, 3 + D), 0, 1, 2).contiguous()
+    stride, dilation, none = [axis.s for axis in axes], [axis.d for axis in axes], [0] * D
+    pieces = (
+        torch.ops.aten.convolution_backward(e, x, shape_only, None, stride, none, dilation, False, none, groups, [False, True, False])[1]
+        for e, x in zip(inside.split(few), seen.split(few), strict=True)
+    )
+    K = next(pieces)
+    for piece in pieces:
+        K += piece
+    return K.unflatten(0, (groups, C)).permute(*range(3, 3 + D), 0, 1, 2)
 
 
 def _cut(X: Tensor, slices: list[slice]) -> Tensor:
     return X[(slice(None), slice(None), *slices)]
-
-
-def _overlap(u: int, differences: range, k: int) -> tuple[slice, slice]:
-    """The offsets ``u' = u + δ`` that are in the kernel, and where their δ are among the differences."""
-    first, last = max(0, u + differences[0]), min(k - 1, u + differences[-1])
-    return slice(first, last + 1), slice(first - u - differences[0], last - u - differences[0] + 1)
 
 
 def _within(positions: range, data: range) -> range:
@@ -234,13 +292,17 @@ def _within(positions: range, data: range) -> range:
     return positions[-(-before // positions.step) : max(0, len(positions) + -after // positions.step)]
 
 
-def cheaper_without_patches(x: Tensor, axes: list[Axis], groups: int) -> bool:
+def cheaper_without_patches(x: Tensor, axes: Axes, groups: int) -> bool:
     """The estimated cost of each way for inputs of the number and channels of ``x``, in multiplications of a large matrix product.
 
     The weights were fitted to times of 28 convolutions on a CPU in float32: what it costs to copy a number of a patch; to call a weight
     gradient, to copy a number for it, and to put a number of the second moment in its place.
     """
-    N, C = x.shape[:2]
+    return _cheaper_without_patches(*x.shape[:2], axes, groups)
+
+
+@lru_cache(1024)
+def _cheaper_without_patches(N: int, C: int, axes: Axes, groups: int) -> bool:
     m, rows = C // groups * math.prod(axis.k for axis in axes), N * math.prod(axis.R for axis in axes)
     with_patches = rows * groups * m * (m + 100)
     without = 300.0 * groups * m * m
