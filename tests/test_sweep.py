@@ -335,32 +335,43 @@ def test_a_row_whose_trials_all_explode_is_no_bound_of_damping():
     assert (given_up.best.damping, given_up.on_edge) == (1.0, True)  # λ = 0.01 has been tried down to 0.03, in vain
 
 
-def test_a_row_that_has_not_been_run_yet_is_not_dead():
-    """Nothing grows for want of records."""
+def test_a_row_beside_the_best_is_a_bound_if_its_own_best_lies_inside_or_is_twice_as_bad():
     grid = Search(TINY, rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0)))
     best = TINY.but(lr=0.3, damping=1.0)
-    assert grid.around(best) == grid
-    dead = [TINY.but(lr=lr, damping=0.01) for lr in (0.1, 0.3, 1.0)]
-    assert grid.around(best, dead[:2]) == grid
-    assert grid.around(best, dead).rows[0].lrs == (0.03, 0.1, 0.3, 1.0)
+
+    def beside(*losses):
+        """The learning rates of the row at λ = 0.01 next time, if its trials so far had these losses."""
+        own = {TINY.but(lr=lr, damping=0.01): loss for lr, loss in zip((0.1, 0.3, 1.0), losses, strict=False)}
+        return grid.around(best, {best: 1.0, **own}).rows[0].lrs
+
+    assert beside(3.0, 1.2, 1.5) == (0.1, 0.3, 1.0)
+    assert beside(3.0, 2.0, 1.5) == (0.1, 0.3, 1.0, 3.0)  # still falling: as a ladder that stops below its best
+    assert beside(1.5, 2.0, 3.0) == (0.03, 0.1, 0.3, 1.0)
+    assert beside(5.0, 4.0, 2.1) == (0.1, 0.3, 1.0)
+    assert beside(math.inf, math.inf, math.inf) == (0.03, 0.1, 0.3, 1.0)
+    assert beside(math.inf, math.inf) == beside(3.0, 1.5) == (0.1, 0.3, 1.0)  # nothing grows for want of records
 
 
 @pytest.mark.parametrize(
-    ("gained", "lr", "edge"),
-    [(0.005, 0.3, False), (0.05, 0.3, True), (0.005, 1.0, True)],
-    ids=["nothing to gain", "still gaining", "the learning rate gains"],
+    ("gained", "lr", "same", "edge"),
+    [(0.005, 0.3, "lr/λ", False), (0.05, 0.3, "lr/λ", True), (0.005, 1.0, "lr/λ", True), (0.005, 0.3, "lr", True)],
+    ids=["nothing to gain", "still gaining", "the learning rate gains", "by chance"],
 )
-def test_where_the_next_damping_inside_does_as_well_there_is_nothing_to_gain_outside(gained, lr, edge):
-    """The loss falls by `gained` with each factor of 100 in λ, and is lowest at `lr`."""
+def test_where_the_same_ratio_does_as_well_at_the_next_damping_inside_there_is_nothing_to_gain_outside(gained, lr, same, edge):
+    """The loss falls by `gained` with each factor of 100 in λ, and is lowest at `lr` for λ = 0.01, elsewhere at the same ratio, or lr."""
 
     def run_all(settings):
         def record(s):
-            loss = 1 + gained * math.log10(s.damping) / 2 + abs(math.log10(s.lr / lr))
+            lowest = lr * (s.damping / 0.01 if same == "lr/λ" else 1)
+            loss = 1 + gained * math.log10(s.damping) / 2 + abs(math.log10(s.lr / lowest))
             return Record(s, "finished", {"step": [1], "loss": [1.0]}, {"train_loss": loss})
 
         return [record(s) for s in settings]
 
-    found = tune(Search(TINY, rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0)), extend=0), run_all)
+    shift = 1e2 if same == "lr/λ" else 1.0
+    rows = [Row(tuple(lr_at(lr_index(v) + 2 * i * round(math.log10(shift))) for v in (0.1, 0.3, 1.0)), damping)
+            for i, damping in enumerate((0.01, 1.0, 100.0))]  # fmt: skip
+    found = tune(Search(TINY, tuple(rows), extend=0), run_all)
     assert (found.best.damping, found.on_edge) == (0.01, edge)
 
 

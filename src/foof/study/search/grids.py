@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foof.study.train.setting import Record, Setting, Value
@@ -20,7 +20,8 @@ CHALLENGERS = 2  # of a centre
 SELECTS = 0  # the seed that settings are chosen with
 VETS = 100  # the first of the other seeds that what is chosen must not explode on
 EXPLODED = 10.0  # times the first loss
-FLAT = 1.01  # times the best loss: what the next λ inside comes to where nothing is left to gain outside
+FLAT = 1.01  # times the best loss: what the same lr/λ comes to at the next λ inside, where nothing is left to gain outside
+OPEN = 2.0  # times the best loss: up to which a row beside it, whose best trial is at an end, may still come to win
 CLEARLY = 1.1  # a challenger's loss in the grid is lower by this factor: about as much as seeds differ by
 
 
@@ -98,8 +99,9 @@ class Search:
     """One method's own search: a base setting, a first grid, and how many seeds report its winner.
 
     The grid is made of rows, each a ladder of learning rates at one λ. It grows by one learning rate where the best (or what wins in the
-    end) lies at an end of its row, and by one row where it lies in the first or last of several λ; a row beside it of which no trial lives
-    gets a smaller learning rate. A single value is a choice, not a grid.
+    end) lies at an end of its row, and by one row where it lies in the first or last of several λ. A row beside it is a bound only if its
+    own best trial lies inside, or is twice as bad: else it grows, too, and gets a smaller learning rate if no trial of it lives. A single
+    value is a choice, not a grid.
     With a `centre` (lr, λ), it is run first, and stands until the grid around it is complete. It is `known` if a
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
@@ -170,26 +172,18 @@ class Search:
         i = dampings.index(row.damping)
         return [r for r in self.rows if r.damping in (*dampings[max(i - 1, 0) : i], *dampings[i + 1 : i + 2])]
 
-    def on_edge(self, best: Setting) -> bool:
-        """Is its learning rate an end of its row, or its λ the smallest or largest of several? A single value is no grid."""
-        if best not in self.grid:
-            return True
-        lrs, dampings = self._row(best).lrs, self._dampings()
-        return (len(lrs) > 1 and best.lr in (lrs[0], lrs[-1])) or (len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]))
-
-    def around(self, best: Setting, dead: Collection[Setting] = ()) -> Search:
+    def around(self, best: Setting, losses: Mapping[Setting, float]) -> Search:
         """This search with its grid extended where `best` lies on an edge; equal to it where there is nothing to extend.
 
-        A row beside that of the best all trials of which are `dead` is no bound: it gets a smaller learning rate.
+        A row beside that of the best is no bound, and extended as well, if its own best trial lies at an end and is not OPEN times
+        worse, or if all of its trials exploded, which are `losses` of inf.
         """
         if best not in self.grid:
             return self
         row, dampings = self._row(best), self._dampings()
         beside_best = self._beside(row)
-        rows = tuple(
-            r.grown(best.lr) if r is row else r.lowered() if r in beside_best and all(s in dead for s in r.settings(self.base)) else r
-            for r in self.rows
-        )
+        within = OPEN * losses.get(best, math.inf)
+        rows = tuple(r.grown(best.lr) if r is row else self._opened(r, losses, within) if r in beside_best else r for r in self.rows)
         if len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]):
             way = -1 if best.damping == dampings[0] else 1
             beside = next(r for r in self.rows if r.damping == dampings[-way if way < 0 else -2])
@@ -197,6 +191,16 @@ class Search:
             new = row.moved(way * self.damping_every, by)  # as far from this row as this one is from the next
             rows = (new, *rows) if way < 0 else (*rows, new)
         return replace(self, rows=rows)
+
+    def _opened(self, row: Row, losses: Mapping[Setting, float], within: float) -> Row:
+        """A row beside the best one, grown where it could still come `within` a loss; as it is while trials of it are missing."""
+        known = {s: losses[s] for s in row.settings(self.base) if s in losses}
+        if len(known) < len(row.lrs):
+            return row
+        best = min(known, key=known.__getitem__)
+        if known[best] == math.inf:
+            return row.lowered()
+        return row.grown(best.lr) if known[best] <= within else row
 
 
 @dataclass(frozen=True)
@@ -242,15 +246,15 @@ def look(search: Search, get: Get) -> Look:
             known = _with_grid(so_far, current, centre, trials)
         if missing:
             return Look(missing, known)
-        dead = _dead(trials)
-        wider = current.around(order[0], dead)
+        losses = _losses(trials, search.grid_steps)
+        wider = current.around(order[0], losses)
         if wider == current or rounds == search.extend:
             alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
             contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
             if contest.missing:
                 leads = _report(search, contest.winner, get, searched=False).tuned
                 return Look(contest.missing, known or (leads and _with_grid(leads, current, contest.winner, trials)))
-            grown = (current.around(s, dead) for s in (*contest.passed, contest.winner))
+            grown = (current.around(s, losses) for s in (*contest.passed, contest.winner))
             wider = next((w for w in grown if w != current), current)
             if wider == current or rounds == search.extend:
                 break
@@ -265,22 +269,28 @@ def look(search: Search, get: Get) -> Look:
 def _with_grid(found: Tuned, grid: Search, best: Setting, trials: Mapping[Setting, Record]) -> Tuned:
     """What was found, with all that was tried."""
     at = grid.grid_steps
-    edge = (grid.on_edge(best) or grid.around(best, _dead(trials)) != grid) and not _flat(grid, best, trials)
+    losses = _losses(trials, at)
+    edge = best not in grid.grid or (grid.around(best, losses) != grid and not _flat(grid, best, losses))
     gain = _trial_loss(trials[best], at) / min(_trial_loss(r, at) for r in trials.values()) if at and best in trials else 1.0
     return replace(found, tried=tuple(trials.values()), on_edge=edge, grid_steps=at, planned=len(grid.grid), early_gain=gain)
 
 
-def _flat(grid: Search, best: Setting, trials: Mapping[Setting, Record]) -> bool:
-    """Does what lies at an end of λ (not of its learning rates) do as well at the next λ inside? Then nothing is to be gained outside.
+def _flat(grid: Search, best: Setting, losses: Mapping[Setting, float]) -> bool:
+    """Does what wins at an end of λ, and inside its learning rates, do as well at the next λ inside with the same lr/λ?
 
-    So with natural gradients as λ → 0: they depend on lr/λ alone. Beside a row without a living trial λ is at an end, too.
+    Then nothing is to be gained outside, where lr/λ is all that matters: of natural gradients as λ → 0, of all damped methods as λ → ∞.
+    Beside a row without a living trial λ is at an end, too.
     """
-    row, dead = grid._row(best) if best in grid.grid else Row(()), _dead(trials)
-    inside = [r for r in grid._beside(row) if any(s in trials and s not in dead for s in r.settings(grid.base))]
-    if len(inside) != 1 or best not in trials or best.lr in (row.lrs[0], row.lrs[-1]):
+    if best not in losses:
         return False
-    known = [_trial_loss(trials[s], grid.grid_steps) for s in inside[0].settings(grid.base) if s in trials]
-    return min(known) <= FLAT * _trial_loss(trials[best], grid.grid_steps)
+    row = grid._row(best)
+    alive = [r for r in grid._beside(row) if any(losses.get(s, math.inf) < math.inf for s in r.settings(grid.base))]
+    if len(alive) != 1 or best.lr in (row.lrs[0], row.lrs[-1]) or grid._opened(alive[0], losses, OPEN * losses[best]) != alive[0]:
+        return False
+    assert isinstance(row.damping, float)
+    assert isinstance(alive[0].damping, float)
+    twin = best.but(lr=lr_at(lr_index(best.lr) + 2 * round(math.log10(alive[0].damping / row.damping))), damping=alive[0].damping)
+    return losses.get(twin, math.inf) <= FLAT * losses[best]
 
 
 def _clearly_better(
@@ -331,8 +341,9 @@ def exploded(record: Record) -> bool:
     return not math.isfinite(record.score) or max(losses) > EXPLODED * losses[0]
 
 
-def _dead(trials: Mapping[Setting, Record]) -> set[Setting]:
-    return {setting for setting, record in trials.items() if exploded(record)}
+def _losses(trials: Mapping[Setting, Record], grid_steps: int | None) -> dict[Setting, float]:
+    """What trials came to, inf for those that exploded at any time."""
+    return {s: math.inf if exploded(record) else _trial_loss(record, grid_steps) for s, record in trials.items()}
 
 
 def _trials(search: Search, get: Get) -> tuple[dict[Setting, Record], tuple[Setting, ...]]:
