@@ -316,6 +316,16 @@ def test_while_a_grid_grows_around_its_winner_the_winner_is_shown_and_decides_no
     assert (len(found.tuned.tried), found.tuned.planned) == (3, 4)
 
 
+def test_while_a_grid_grows_what_leads_is_shown_and_decides_nothing():
+    grid = Search(TINY, rectangle((0.3, 1.0, 3.0)), extend=2)
+    there = {s: r for s in grid.grid for r in exploding(LOSSES)([s])}
+    first = look(replace(grid, rows=rectangle((0.1, 0.3, 1.0, 3.0))), there.get)
+    assert ([s.lr for s in first.missing], first.tuned) == ([0.1], None)  # of a first grid nothing is shown before it is done
+    found = look(grid, there.get)
+    assert [s.lr for s in found.missing] == [0.1]
+    assert (found.tuned.best.lr, found.tuned.selecting, found.tuned.searched, found.tuned.grid_done) == (0.3, True, False, False)
+
+
 def test_a_row_whose_trials_all_explode_is_no_bound_of_damping():
     """λ = 0.01 lives at 0.01 alone, below its row: and is best there."""
 

@@ -13,7 +13,7 @@ from foof.study.paper.left import left, total
 from foof.study.paper.searches import FOOF_10
 from foof.study.paper.verdicts import Ruling, Verdict
 from foof.study.search.presets import PRESETS
-from foof.study.show.drawings import Curves, Map, draw
+from foof.study.show.drawings import Curves, draw
 from foof.study.show.headline import headline
 from foof.study.show.report import recalled
 from foof.study.show.scoreboard import groups, scoreboard_svg
@@ -85,14 +85,20 @@ def findings(found: list[Outcome]) -> str:
 
 
 def beside_published(there: list[Outcome]) -> str:
-    """Each figure of the convolutional half whose curves have all been run, and its first published panel to its right."""
+    """Each figure of the convolutional half whose curves have all been run, panel by panel, and the published one to its right.
+
+    Where ours is one panel and theirs are several views of one, theirs is the last.
+    """
     panels = []
     for o in there:
-        drawn = [d for d in draw(o) if not isinstance(d, Map)]
-        theirs = next((d for d in drawn if d.heading.startswith("Published")), None)
-        if isinstance(drawn[0] if drawn else None, Curves) and theirs and o.found.keys() == o.experiment.searches(REDUCED).keys():
-            title = f"{o.experiment.where}: {o.experiment.title} ({REDUCED.mark})"
-            panels += [replace(drawn[0], heading=title).svg(), theirs.svg()]
+        drawn = [d for d in draw(o) if isinstance(d, Curves)]
+        theirs = [d for d in drawn if d.heading.startswith("Published")]
+        ours = drawn[: len(drawn) - len(theirs)]
+        if theirs and o.found.keys() == o.experiment.searches(REDUCED).keys():
+            for mine, other in zip(ours, theirs[-len(ours) :], strict=True):
+                panel = f", beside {other.heading.rpartition(': ')[2]}" if len(ours) > 1 else ""
+                title = f"{o.experiment.where}: {o.experiment.title}{panel} ({REDUCED.mark})"
+                panels += [replace(mine, heading=title).svg(), other.svg()]
     return side_by_side({f"{i}": panel for i, panel in enumerate(panels)}, titled=False)
 
 

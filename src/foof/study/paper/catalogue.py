@@ -145,6 +145,8 @@ CATALOGUE |= {
                    "at every batch size."),
     "figj18": _net("What large batches cost", "Fig. J.18", "The same runs by method: after as many epochs, SGD is behind with large "
                    "batches; FOOF and KFAC hardly are."),
+    "vgg": _net("Natural gradients and both dampings, VGG11 on SVHN", "our own", "What Figs. J.12 and J.14 ask of a ResNet18, asked of a "
+                "VGG11: does KFAC beat natural gradients, and does it need its damping heuristic?"),
     **{figure: entry for dataset, name in CODES.items() for figure, entry in _codes(dataset, name).items()},
     "bernoulli": _net("MNIST autoencoder with a Bernoulli likelihood", "our own", "The autoencoder as Martens & Grosse (2015) trained it: "
                       "logits of pixels, cross entropy. Are methods in the same order?"),

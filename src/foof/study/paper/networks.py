@@ -59,10 +59,12 @@ def _method(p: Preset, task: Task, setting: Setting, label: str, kind: int, opti
 # CIFAR-10, CIFAR-100 and SVHN -----------------------------------------------------------------------------------------
 
 
-def convolutions(p: Preset, *labels: str, norm: bool = False, dataset: str | None = None, urgency: int = 0) -> Runs:
-    """Curves of a ResNet18: momentum 0.9 for all but Adam and natural gradients, from the second epoch on; with batch norm, weights are
-    averaged on the way, which changes nothing else (Figs. 5C and D are of the same runs)."""
-    task = task_of(p, "resnet")
+def convolutions(
+    p: Preset, *labels: str, norm: bool = False, dataset: str | None = None, network: str = "resnet", urgency: int = 0
+) -> Runs:
+    """Curves of a ResNet18, or VGG11: momentum 0.9 for all but Adam and natural gradients, from the second epoch on; with batch norm,
+    weights are averaged on the way, which changes nothing else (Figs. 5C and D are of the same runs)."""
+    task = task_of(p, network)
     setting = task.base.but(dataset=dataset or task.base.dataset)
     if norm:
         setting = setting.but(model="resnet18", options=(*setting.options, ("polyak", DECAY)))
@@ -150,6 +152,7 @@ RUNS: dict[str, Callable[[Preset, str], Runs]] = {
     "figj16b": _all(convolutions, *FOUR, norm=True, dataset="cifar-100", urgency=3),
     "figj17": svhn,
     "figj18": svhn,
+    "vgg": _all(convolutions, KFAC, STANDARD, RELEASED, NATURAL, SGD, network="vgg", urgency=3),
     "bernoulli": _all(autoencoders, "mnist", *FOUR, likelihood="bernoulli", urgency=3),
     **{f"figj13{SIDES[d]}": _all(autoencoders, d, KFAC_ONE_BATCH, NATURAL, ADAM, SGD, urgency=2) for d in CODES},
     **{f"figj15{SIDES[d]}": _all(autoencoders, d, KFAC, STANDARD, RELEASED, ADAM, SGD, urgency=2) for d in CODES},
@@ -158,7 +161,8 @@ RUNS: dict[str, Callable[[Preset, str], Runs]] = {
     **{f"figj{NUMBERS[d]}c": _all(autoencoders, d, KFAC, urgency=int(d != "mnist")) for d in CODES},
 }  # fmt: skip
 NEEDS = {  # the data set of each
-    **dict.fromkeys(RUNS, "cifar-10"), **dict.fromkeys(("figj16a", "figj16b"), "cifar-100"), **dict.fromkeys(("figj17", "figj18"), "svhn"),
+    **dict.fromkeys(RUNS, "cifar-10"), **dict.fromkeys(("figj16a", "figj16b"), "cifar-100"),
+    **dict.fromkeys(("figj17", "figj18", "vgg"), "svhn"),
     "bernoulli": "mnist", **{f"figj{n}{SIDES[d]}": d for n in (13, 15, 22) for d in CODES},
     **{f"figj{NUMBERS[d]}{x}": d for d in CODES for x in "ac"},
 }  # fmt: skip

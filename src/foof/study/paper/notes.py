@@ -133,7 +133,7 @@ NETS: dict[str, str] = {
     **dict.fromkeys(("figj12a", "figj12b"), f"{IMAGES} Natural gradients have no momentum, and their Fisher is renewed every 10 steps, "
           "as is "
                     "that of subsampled KFAC."),
-    **dict.fromkeys(("figj14a", "figj14b"), f"{IMAGES} {RELEASED}"),
+    **dict.fromkeys(("figj14a", "figj14b", "vgg"), f"{IMAGES} {RELEASED}"),
     **dict.fromkeys(("figj17", "figj18"), f"{IMAGES} As many epochs at every batch size."),
     **dict.fromkeys(("figj13a", "figj13b", "figj13c"), f"{CODED} Fishers of natural gradients and of subsampled KFAC are renewed every 10 "
                     "steps."),
@@ -164,7 +164,8 @@ AT_HAND = {  # what the records of the preset reduced are of
     "svhn": f"{IN_PARTS}, drawn at random, and cropped from whole numbers once more, to within 1/255 of the official crops.",
 }
 ONLY_REDUCED = {
-    "amortised": "Half of T is less than five times S here: the schedule that inverts more often gathers in every step.",
+    "amortised": "Half of T is less than five times S here: the schedule that inverts more often gathers in every step, which is twice the "
+    "statistics in as many inversions, not five times.",
     **dict.fromkeys(("figj17", "figj18"), "All four batch sizes are a quarter of the paper's. With the largest a run is so short that FOOF "
                     "and KFAC invert only three times in it."),
 }  # fmt: skip

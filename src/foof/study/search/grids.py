@@ -245,7 +245,8 @@ def look(search: Search, get: Get) -> Look:
         if not known and centre is not None and (so_far := _report(search, centre, get, search.known and not clear).tuned):
             known = _with_grid(so_far, current, centre, trials)
         if missing:
-            return Look(missing, known)
+            leads = _report(search, order[0], get, searched=False).tuned if rounds and not known else None
+            return Look(missing, known or (leads and _with_grid(leads, current, order[0], trials)))
         losses = _losses(trials, search.grid_steps)
         wider = current.around(order[0], losses)
         if wider == current or rounds == search.extend:
