@@ -47,4 +47,6 @@ def test_findings_and_picture_are_those_of_the_records():
             assert readme.block(name).search(page.read_text(encoding="utf-8"))[0] == write(found), name
     assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture(found)
     assert readme.BOARD.read_text(encoding="utf-8") == readme.board(found)
-    assert readme.SMALL.read_text(encoding="utf-8") == readme.beside_published(readme.reduced_outcomes())
+    small = readme.reduced_outcomes()
+    assert readme.SMALL.read_text(encoding="utf-8") == readme.beside_published(small)
+    assert readme.SMALL_BOARD.read_text(encoding="utf-8") == readme.small_board(small)

@@ -21,7 +21,7 @@ from foof.study.show.svg import curves_svg, side_by_side
 
 ROOT = Path(__file__).parents[1]
 PICTURE, BOARD, README = ROOT / "docs/img/loss.svg", ROOT / "docs/img/scoreboard.svg", ROOT / "README.md"
-STUDY, SMALL = ROOT / "docs/study.md", ROOT / "docs/img/reduced.svg"
+STUDY, SMALL, SMALL_BOARD = ROOT / "docs/study.md", ROOT / "docs/img/reduced.svg", ROOT / "docs/img/scoreboard-reduced.svg"
 PAPER, REDUCED = PRESETS["paper"], PRESETS["reduced"]
 
 
@@ -63,6 +63,11 @@ def caption(found: list[Outcome]) -> str:
 def board(found: list[Outcome]) -> str:
     """Every claim that has been run, as a cell."""
     return scoreboard_svg(_verdicts(found), "The paper's claims at its own scale, Fashion-MNIST and MNIST")
+
+
+def small_board(there: list[Outcome]) -> str:
+    """The same of the reduced scale."""
+    return scoreboard_svg(_verdicts(there), f"The convolutional half, {REDUCED.mark}")
 
 
 def _verdicts(found: list[Outcome]) -> list[Verdict]:
@@ -151,7 +156,9 @@ if __name__ == "__main__":
     found = outcomes()
     PICTURE.write_text(picture(found), encoding="utf-8")
     BOARD.write_text(board(found), encoding="utf-8")
-    SMALL.write_text(beside_published(reduced_outcomes()), encoding="utf-8")
+    small = reduced_outcomes()
+    SMALL.write_text(beside_published(small), encoding="utf-8")
+    SMALL_BOARD.write_text(small_board(small), encoding="utf-8")
     for page, blocks in BLOCKS.items():
         text = page.read_text(encoding="utf-8")
         for name, write in blocks.items():

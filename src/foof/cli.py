@@ -43,7 +43,7 @@ try:
         recall,
         remembered,
     )  # fmt: skip
-    from foof.study.paper.verdicts import Ruling, of
+    from foof.study.paper.verdicts import Ruling, deciding, of
     from foof.study.search import store, sweep
     from foof.study.search.estimate import plan
     from foof.study.search.grids import RunAll, Search, damping_grid, lr_grid, rectangle, tune
@@ -202,10 +202,11 @@ def claims_(preset: PresetName = "quick", out: Folder = OUT) -> None:
     """List the claims, the rule that decides each, and what the records say so far."""
     size = _preset(preset)
     with _known(size, out) as records:
-        table = Table(Column("Claim", no_wrap=True), "Where", "Says", "Holds if", "Verdict")
+        table = Table(Column("Claim", no_wrap=True), "Where", "Says", "Holds if", "Ratio", "Verdict")
         for o in recall(list(experiments_of(size).values()), size, remembered(records)):
             for v in o.verdicts:
-                table.add_row(v.id, v.where, v.claim, v.rule, f"[{COLOUR[v.ruling]}]{v.ruling}[/]")
+                decides = deciding(v)
+                table.add_row(v.id, v.where, v.claim, v.rule, str(decides.effect) if decides else "", f"[{COLOUR[v.ruling]}]{v.ruling}[/]")
     console.print(table)
 
 
