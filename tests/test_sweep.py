@@ -15,7 +15,7 @@ import pytest
 import kills
 from foof.study.search import sweep as module
 from foof.study.search.estimate import core_seconds, plan, remaining
-from foof.study.search.grids import Row, Search, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune, tune_all
+from foof.study.search.grids import VETS, Row, Search, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune
 from foof.study.search.store import Store
 from foof.study.search.sweep import WorkerDied, sweep
 from foof.study.train.run import run
@@ -239,10 +239,10 @@ def test_what_wins_a_short_grid_must_win_at_full_length_too():
         (0.1, 50, 0), (0.3, 200, 0), (0.3, 200, 1), (0.3, 200, 2), (0.3, 200, 3), (1.0, 50, 0), (1.0, 200, 0),
     ]  # fmt: skip
 
-    def bursting(settings):  # a seed that reports what wins
-        return [replace(r, status="diverged") if (r.setting.lr, r.setting.seed) == (1.0, 1) else r for r in two_phases(settings)]
+    def bursting(settings):  # on the seed that vets
+        return [replace(r, status="diverged") if (r.setting.lr, r.setting.seed) == (1.0, VETS) else r for r in two_phases(settings)]
 
-    ended = replace(around, base=long.but(steps=90))
+    ended = replace(around, base=long.but(steps=90), vets=1)
     assert tune(ended, bursting).best.lr == 0.3
     better = tune(ended, run_all)
     assert (better.best.lr, better.on_edge, len(better.records)) == (1.0, True, 3)
@@ -277,13 +277,12 @@ def test_a_grid_grows_around_what_wins_if_what_leads_it_explodes_on_another_seed
 
         return [record(s) for s in settings]
 
-    known = {s: r for s in (TINY.but(lr=0.3, seed=1),) for r in run_all([s])}
-    found = tune_all({"": Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=1)}, run_all, known.get)[""]
+    found = tune(Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=1, vets=1), run_all)
     assert sorted(r.setting.lr for r in found.tried) == [0.03, 0.1, 0.3, 1.0]
     assert (found.best.lr, found.on_edge) == (0.1, False)
 
 
-def exploding(losses, *bad, seed=1):
+def exploding(losses, *bad, seed=VETS):
     """Records of these losses by learning rate, without training; of the learning rates in `bad` one seed diverges."""
 
     def run_all(settings):
@@ -301,14 +300,14 @@ LOSSES = {0.01: 5.0, 0.03: 2.5, 0.1: 2.0, 0.3: 1.0, 1.0: 3.0, 3.0: 4.0}
 
 
 def test_what_was_tried_around_a_winner_that_exploded_is_not_forgotten():
-    found = tune(Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2), exploding(LOSSES, 0.3, 0.1))
+    found = tune(Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, vets=1), exploding(LOSSES, 0.3, 0.1))
     assert (found.best.lr, found.on_edge) == (0.03, False)
     assert sorted(r.setting.lr for r in found.tried) == [0.01, 0.03, 0.1, 0.3, 1.0]
 
 
 def test_while_a_grid_grows_around_its_winner_the_winner_is_shown_and_decides_nothing():
-    grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2)
-    there = {s: r for s in (*grid.grid, TINY.but(lr=0.3, seed=1), *grid.reports(TINY.but(lr=0.1)))
+    grid, second = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, vets=1), TINY.but(lr=0.1)
+    there = {s: r for s in (*grid.grid, TINY.but(lr=0.3, seed=VETS), *grid.vetting(second), *grid.reports(second))
              for r in exploding(LOSSES, 0.3)([s])}  # fmt: skip
     found = look(grid, there.get)
     assert [s.lr for s in found.missing] == [0.03]
@@ -385,12 +384,17 @@ def test_where_the_same_ratio_does_as_well_at_the_next_damping_inside_there_is_n
     assert (found.best.damping, found.on_edge) == (0.01, edge)
 
 
-def test_seeds_that_vet_pass_over_what_explodes_and_seeds_that_report_do_not():
+@pytest.mark.parametrize("vets", [0, 2])
+def test_seeds_that_report_have_no_say_in_what_is_chosen(vets):
+    grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, vets=vets)
+    found = tune(grid, exploding(LOSSES, 0.3, seed=1))
+    assert (found.best.lr, [r.status for r in found.records]) == (0.3, ["diverged", "finished", "finished"])
+
+
+def test_seeds_that_vet_pass_over_what_explodes():
     grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, vets=2)
     vetoed = tune(grid, exploding(LOSSES, 0.3, seed=101))
     assert (vetoed.best.lr, [r.setting.seed for r in vetoed.records]) == (0.1, [1, 2, 3])
-    reported = tune(grid, exploding(LOSSES, 0.3, seed=1))
-    assert (reported.best.lr, [r.status for r in reported.records]) == (0.3, ["diverged", "finished", "finished"])
 
 
 def test_what_leads_is_shown_and_decides_nothing_until_it_is_vetted():
@@ -420,7 +424,7 @@ def test_a_search_of_one_setting_vets_nothing():
 
 def test_when_all_that_went_to_the_end_explode_on_a_seed_the_next_goes_there():
     losses = {0.1: 1.2, 0.3: 1.0, 1.0: 1.3, 0.03: 9.0}
-    around = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50)
+    around = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50, vets=1)
     found = tune(around, exploding(losses, 0.3))
     assert (found.best.lr, [r.status for r in found.records]) == (0.1, ["finished"] * 3)
 

@@ -2,7 +2,7 @@
 
 Learning rates from {1, 3}·10^i, damping from 10^(2i) (or 10^i); grids extended while the best lies on an edge; best by
 the training loss at the end of training, of what explodes on no seed that selects. Those seeds (0, and 100, 101, ... for what leads) are
-not among those that report (1, 2, ...).
+not among those that report (1, 2, ...): what explodes on these is reported so.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Search:
     damping_every: int = 2  # 10^(2i)
     extend: int = 3  # how often the grid may grow
     seeds: int = 3  # that report
-    vets: int = 0  # more seeds, which do not report, that what wins must not explode on; 0: on those that report, which have a say then
+    vets: int = 0  # more seeds, which do not report, that what wins must not explode on
     centre: tuple[float, float | str | None] | None = None
     known: bool = True
     urgency: int = 0  # of several searches, lower ones are run first
@@ -149,9 +149,7 @@ class Search:
 
     def vetting(self, setting: Setting) -> list[Setting]:
         """The runs none of which may explode, if a setting of several is to win."""
-        if not self.vets or len(self.grid) < 2:
-            return [setting, *self.reports(setting)]
-        return [setting, *(setting.but(seed=VETS + i) for i in range(self.vets))]
+        return [setting, *(setting.but(seed=VETS + i) for i in range(self.vets if len(self.grid) > 1 else 0))]
 
     @property
     def searched(self) -> bool:
@@ -327,7 +325,7 @@ def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setti
     for i, s in enumerate(there):
         runs = {run: get(run) for run in search.vetting(s)}
         if not any(map(exploded, filter(None, runs.values()))):
-            unseen = tuple(run for run, record in runs.items() if record is None) if search.vets else ()
+            unseen = tuple(run for run, record in runs.items() if record is None)
             return _Contest(s, unseen, passed=tuple(there[:i]))
     return _Contest(first, tuple(s for s in order if get(s) is None)[:1])
 

@@ -111,7 +111,7 @@ REDUCED_NETS = Nets(
         **{name: Task(_codes(dataset=name, **REDUCED_CODE), 10, 2, 20) for name in ("faces", "mnist", "curves")},
     },
     batches=(32, 64, 128, 256),
-    extend=6,
+    extend=8,
 )  # fmt: skip
 PAPER_NETS = Nets(
     {
@@ -162,26 +162,27 @@ TRIALS = 9  # of every method in a figure at the paper's size: three λ with thr
 def search(
     preset: Preset, setting: Setting, paper: Pair, quick: Pair | None = None, urgency: int = 1, known: bool = True,
     grid_steps: int | None = None, ridge: tuple[int, int] | None = RIDGE, below: int = 1,
-    every: int = 2,
+    every: int = 2, vetted: bool = False,
 ) -> Search:  # fmt: skip
     """A method's search at this preset: around the paper's setting, or around one that suits the smaller study.
 
     The paper's settings are given in the library's scale: (lr/B, λ/B) of its FOOF and KFAC at batch size B. Not `known`: it is ours.
     At the paper's size every method has `TRIALS` trials: a damped one three λ, `every` so many decades, of which `below` are smaller than
     the paper's, each with three learning rates that follow its `ridge`; without a ridge λ is given. The smaller study searches learning
-    rates.
+    rates. `vetted`: what wins must not explode on as many more seeds as report it.
     """
     lr, damping = paper if preset.centred or quick is None else quick
     row = Row(ladder(lr, 3) if preset.fine else (lr,), damping)
+    seeds = preset.seeds_of(setting)
     if not preset.centred:
-        return Search(setting, (row,), seeds=preset.seeds_of(setting))
+        return Search(setting, (row,), seeds=seeds, vets=seeds if vetted else 0)
     rows: tuple[Row, ...] = (row,)
     if damping is None:
         rows = (Row(ladder(lr, TRIALS)),)
     elif isinstance(damping, float) and ridge is not None:
         rows = tuple(row.moved(every * i, i * (-ridge[0] if i < 0 else ridge[1])) for i in range(-below, 3 - below))
     short = grid_steps or preset.grid_steps
-    return Search(setting, rows, every, extend=preset.extend, seeds=preset.seeds_of(setting), centre=(lr, damping), known=known,
+    return Search(setting, rows, every, extend=preset.extend, seeds=seeds, vets=seeds if vetted else 0, centre=(lr, damping), known=known,
                   urgency=urgency, grid_steps=short if short and short < setting.steps else None)  # fmt: skip
 
 
