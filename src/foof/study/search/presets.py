@@ -111,7 +111,7 @@ REDUCED_NETS = Nets(
         **{name: Task(_codes(dataset=name, **REDUCED_CODE), 10, 2, 20) for name in ("faces", "mnist", "curves")},
     },
     batches=(32, 64, 128, 256),
-    extend=8,
+    extend=12,
 )  # fmt: skip
 PAPER_NETS = Nets(
     {
