@@ -18,8 +18,10 @@ BADLY_TUNED = "2026-11-16: any badly tuned method passed. Now it must not be thr
 AS_MANY_EPOCHS = (
     "2026-11-17: compared at the last step of the shorter run, when the other had seen an eighth of the images. Now at the end of each."
 )
+ADDED = "2026-11-18: added with the runs at hand, after a reviewer had missed it."
+TOO_WIDE = "2026-11-18, with the runs at hand: it allowed {}, which is {}, so that hardly anything could refute it. Now a twentieth."
 GRID_OF_LAMBDA = 10.0  # half of the way to the next λ of the paper's grid, 10^(2i)
-ALIKE = 1.05  # test errors that are alike
+ALIKE = 1.05  # test errors that are alike; losses that are, where methods differ by little
 SIMILAR = 1.25  # "performs similar": losses within this factor
 NOTABLY = 1.5  # "notably", "significantly", "drastically": by more than this factor
 WORSE = 3.0  # "not better": by how much it may be worse before nothing can be said of the method
@@ -245,6 +247,17 @@ def _controls(name: str, natural: tuple[str, str], damping: tuple[str, str], of:
               _lower(r.KFAC, r.STANDARD)),
         Claim(f"{name}-released-worse", damping[0], f"{damping[1]}, released code", "The released code's standard damping, which is "
               f"transposed, is worse than the heuristic ({of}).", _lower(r.KFAC, r.RELEASED), about="released"),
+        *_like_sgd(name, *damping, of),
+    )  # fmt: skip
+
+
+def _like_sgd(name: str, experiment: str, where: str, of: str, about: str = "paper") -> tuple[Claim, ...]:
+    """What Fig. 3A says, where the paper confirms it: with standard damping nothing is left of KFAC's lead over SGD."""
+    return (
+        Claim(f"{name}-standard-like-sgd", experiment, where, f"With standard damping KFAC performs like SGD with momentum ({of}).",
+              _similar(r.STANDARD, r.SGD, SIMILAR), about=about, changed=ADDED),
+        Claim(f"{name}-released-like-sgd", experiment, f"{where}, released code", "With the released code's standard damping KFAC performs "
+              f"like SGD with momentum ({of}).", _similar(r.RELEASED, r.SGD, SIMILAR), about="released", changed=ADDED),
     )  # fmt: skip
 
 
@@ -254,8 +267,8 @@ def _resnet(name: str, side: str, of: str) -> tuple[Claim, ...]:
         Claim(f"{name}-kfac-vs-natural", *natural, f"KFAC beats subsampled natural gradients ({of}).", _lower(r.KFAC, r.NATURAL)),
         *_controls(name, natural, (f"figj14{side}", "Fig. J.14"), of),
         Claim(f"{name}-natural-vs-sgd", *natural, f"Subsampled natural gradients, without momentum, are not better than SGD with it "
-              f"({of}).",
-              _not_better(r.NATURAL, r.SGD)),
+              f"({of}).", Between(Term(r.SGD), Term(r.NATURAL), 1 / ALIKE, WORSE),
+              changed=TOO_WIDE.format("a third less", "below the best method of the figure")),
     )  # fmt: skip
 
 
@@ -298,13 +311,14 @@ CONVOLUTIONS: tuple[Claim, ...] = (
     Claim("svhn-kfac-vs-sgd", "figj17", "Fig. J.17", f"KFAC {LOWER} SGD with momentum in a VGG11 at every batch size.",
           _at_every_batch(r.KFAC, r.SGD)),
     Claim("svhn-foof-vs-kfac", "figj17", "Figs. 5, J.17", "FOOF does as well as KFAC in a VGG11 at every batch size, or better.",
-          _at_every_batch(r.FOOF, r.KFAC, 1 / SIMILAR)),
+          _at_every_batch(r.FOOF, r.KFAC, 1 / ALIKE), changed=TOO_WIDE.format("a quarter more", "most of the lead over SGD")),
     Claim("svhn-kfac-vs-natural", "vgg", "our own", "KFAC beats subsampled natural gradients (VGG11).", _lower(r.KFAC, r.NATURAL),
           about="ours"),
     Claim("svhn-standard-worse", "vgg", "our own", "KFAC needs its damping heuristic: with standard damping it is worse (VGG11).",
           _lower(r.KFAC, r.STANDARD), about="ours"),
     Claim("svhn-released-worse", "vgg", "our own, released code", "The released code's standard damping, which is transposed, is worse "
           "than the heuristic (VGG11).", _lower(r.KFAC, r.RELEASED), about="released"),
+    *_like_sgd("svhn", "vgg", "our own", "VGG11", about="ours"),
     Claim("batches-sgd", "figj18", "Fig. J.18", "After as many epochs, SGD with momentum is behind with batches eight times as large.",
           _lower(*_large_batches(r.SGD)), changed=AS_MANY_EPOCHS),
     Claim("batches-neurons", "figj18", "Fig. J.18", "After as many epochs, FOOF and KFAC do about as well with batches eight times as "
@@ -315,17 +329,27 @@ CONVOLUTIONS: tuple[Claim, ...] = (
 def _codes(dataset: str, name: str) -> tuple[Claim, ...]:
     """What the paper says of one autoencoder."""
     side, number, of = SIDES[dataset], NUMBERS[dataset], f"{name} autoencoder"
-    own = (f"figj{number}a", f"Fig. J.{number}A")
+    own, natural = (f"figj{number}a", f"Fig. J.{number}A"), (f"figj13{side}", "Fig. J.13")
+    ahead = f"SGD with momentum is ahead of natural gradients, which have none ({of})."
+    momentum = Claim(f"{dataset}-momentum-vs-natural", *natural, ahead, _lower(r.SGD, r.NATURAL), changed=ADDED)
     return (
-        *_controls(dataset, (f"figj13{side}", "Fig. J.13"), (f"figj15{side}", "Fig. J.15"), of),
+        *_controls(dataset, natural, (f"figj15{side}", "Fig. J.15"), of),
+        Claim(f"{dataset}-kfac-vs-natural", *natural, f"KFAC beats subsampled natural gradients ({of}).", _lower(r.KFAC, r.NATURAL),
+              changed=ADDED),
+        Claim(f"{dataset}-natural-vs-plain", *natural, f"Natural gradients do not perform worse than SGD without momentum ({of}).",
+              _lower(r.NATURAL, r.GD, 1 / ALIKE), changed=ADDED),
+        *((momentum,) if dataset in ("mnist", "curves") else ()),
         Claim(f"{dataset}-kfac-ahead", *own, f"KFAC is slightly ahead of FOOF in the {of}.",
               Between(Term(r.KFAC), Term(r.FOOF), 1.0, SLIGHTLY)),
         Claim(f"{dataset}-foof-vs-adam", *own, f"FOOF {LOWER} Adam in the {of}.", _lower(r.FOOF, r.ADAM)),
         Claim(f"{dataset}-foof-vs-sgd", *own, f"FOOF {LOWER} SGD with momentum in the {of}.", _lower(r.FOOF, r.SGD)),
+        Claim(f"{dataset}-kfac-vs-adam", *own, f"KFAC {LOWER} Adam in the {of}.", _lower(r.KFAC, r.ADAM), about="ours", changed=ADDED),
+        Claim(f"{dataset}-kfac-vs-sgd", *own, f"KFAC {LOWER} SGD with momentum in the {of}.", _lower(r.KFAC, r.SGD), about="ours",
+              changed=ADDED),
         Claim(f"{dataset}-progress", f"figj{number}c", f"Fig. J.{number}C", "Along KFAC's way its update without the second factor makes "
               f"more progress on the batch ({of}).", lower(Term(r.KFAC, "decrease"), Term(r.KFAC, "decrease_without"))),
-        Claim(f"{dataset}-empirical", f"figj22{side}", "Fig. J.22", f"KFAC works equally well with the empirical Fisher ({of}).",
-              _similar(r.KFAC, n.EMPIRICAL, SIMILAR)),
+        Claim(f"{dataset}-empirical", f"figj22{side}", "Fig. J.22", f"KFAC works as well with the empirical Fisher, or better ({of}).",
+              _lower(n.EMPIRICAL, r.KFAC, 1 / ALIKE), changed=TOO_WIDE.format("a quarter more", "all of KFAC's lead over SGD on faces")),
     )  # fmt: skip
 
 
@@ -335,6 +359,10 @@ AUTOENCODERS: tuple[Claim, ...] = (
           "autoencoder).", Between(Term(r.KFAC), Term(r.FOOF), 1.0, SLIGHTLY), about="ours"),
     Claim("bernoulli-foof-vs-adam", "bernoulli", "our own", f"FOOF {LOWER} Adam also with a Bernoulli likelihood (MNIST autoencoder).",
           _lower(r.FOOF, r.ADAM), about="ours"),
+    Claim("bernoulli-foof-vs-sgd", "bernoulli", "our own", f"FOOF {LOWER} SGD with momentum also with a Bernoulli likelihood (MNIST "
+          "autoencoder).", _lower(r.FOOF, r.SGD), about="ours", changed=ADDED),
+    Claim("bernoulli-kfac-vs-adam", "bernoulli", "our own", f"KFAC {LOWER} Adam also with a Bernoulli likelihood (MNIST autoencoder).",
+          _lower(r.KFAC, r.ADAM), about="ours", changed=ADDED),
 )  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (*SECTION_3, *SECTION_4, *APPENDICES, *GOOD_STEPS, *CONVOLUTIONS, *AUTOENCODERS)

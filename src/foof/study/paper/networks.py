@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from foof.study.paper.catalogue import CODES, NUMBERS, SIDES
-from foof.study.paper.searches import ADAM, FOOF, KFAC, KFAC_ONE_BATCH, MOMENTUM, NATURAL, RELEASED, SGD, STANDARD, Runs
+from foof.study.paper.searches import ADAM, FOOF, GD, KFAC, KFAC_ONE_BATCH, MOMENTUM, NATURAL, RELEASED, SGD, STANDARD, Runs
 from foof.study.search.grids import Search
 from foof.study.search.presets import Pair, Preset, Task, fixed, momenta, of_task
 from foof.study.train.averages import DECAY
@@ -27,6 +27,7 @@ MEASURED = ("decrease", "decrease_without")  # along the way of every autoencode
 # (lr, λ) to search around, by method: for convolutions without batch norm, with it, and for autoencoders
 MIDDLES: dict[str, tuple[Pair, Pair, Pair]] = {
     SGD: ((0.01, None), (0.03, None), (1e-3, None)),
+    GD: ((0.1, None), (0.3, None), (0.01, None)),
     ADAM: ((1e-3, None), (1e-3, None), (1e-3, None)),
     FOOF: ((3.0, 10.0), (10.0, 10.0), (0.1, 10.0)),
     KFAC: ((0.01, 0.1), (0.1, 0.1), (0.03, 0.1)),
@@ -50,7 +51,7 @@ def _method(p: Preset, task: Task, setting: Setting, label: str, kind: int, opti
     family = KFAC if label.startswith("KFAC") else label
     middle = MIDDLES[STANDARD if label in (STANDARD, RELEASED) else family][kind]
     base = setting.but(
-        optimizer={SGD: "sgd", ADAM: "adam", FOOF: "foof", KFAC: "kfac", NATURAL: "natural"}[family],
+        optimizer={SGD: "sgd", GD: "sgd", ADAM: "adam", FOOF: "foof", KFAC: "kfac", NATURAL: "natural"}[family],
         options=(*setting.options, *(task.schedule if family in (FOOF, KFAC) else ()), *options),
     )
     return of_task(p, task, base, middle, urgency)
@@ -154,7 +155,7 @@ RUNS: dict[str, Callable[[Preset, str], Runs]] = {
     "figj18": svhn,
     "vgg": _all(convolutions, KFAC, STANDARD, RELEASED, NATURAL, SGD, network="vgg", urgency=3),
     "bernoulli": _all(autoencoders, "mnist", *FOUR, likelihood="bernoulli", urgency=3),
-    **{f"figj13{SIDES[d]}": _all(autoencoders, d, KFAC_ONE_BATCH, NATURAL, ADAM, SGD, urgency=2) for d in CODES},
+    **{f"figj13{SIDES[d]}": _all(autoencoders, d, KFAC, KFAC_ONE_BATCH, NATURAL, ADAM, SGD, GD, urgency=2) for d in CODES},
     **{f"figj15{SIDES[d]}": _all(autoencoders, d, KFAC, STANDARD, RELEASED, ADAM, SGD, urgency=2) for d in CODES},
     **{f"figj22{SIDES[d]}": _all(autoencoders, d, KFAC, EMPIRICAL, urgency=2) for d in CODES},
     **{f"figj{NUMBERS[d]}a": _all(autoencoders, d, KFAC, FOOF, ADAM, SGD, urgency=int(d != "mnist")) for d in CODES},

@@ -63,8 +63,16 @@ def _foof(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     return foof.FOOF(model, lr=setting.lr, damping=setting.damping, **_options(setting))
 
 
+CG_FROM = 1e-3  # λ, from which on conjugate gradients reach their residual
+
+
 def _natural(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    return foof.NaturalGradient(model, lr=setting.lr, damping=setting.damping, **_fisher(setting))  # type: ignore[arg-type]
+    """The full Fisher of one layer, which has more columns than parameters, by conjugate gradients in float64: a fiftieth of the time of a
+    factorisation in float32, and nearer to the exact solution."""
+    options = _fisher(setting)
+    if not setting.hidden and options.get("fisher") == "full" and isinstance(setting.damping, float) and setting.damping >= CG_FROM:
+        options = {"solver": "cg", "dtype": torch.float64, **options}
+    return foof.NaturalGradient(model, lr=setting.lr, damping=setting.damping, **options)  # type: ignore[arg-type]
 
 
 def _kfac(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
