@@ -328,22 +328,24 @@ def test_answers_of_the_convolutional_half_say_their_scale(outcomes):
 
 
 def test_the_paper_s_own_curves_do_not_refute_its_claims():
-    """Of every claim of the paper on losses over steps: the last tenth of the published curves lies where the rule wants the ratio, but
-    for the empirical Fisher, which on MNIST is better than equal, and in one of its two settings on CURVES worse."""
+    """Of every claim of the paper on losses over steps: the last tenth of the published curves lies where the rule wants the ratio; of the
+    empirical Fisher on MNIST and CURVES that of the better of its two settings."""
     against = set()
     for claim in (*CONVOLUTIONS, *AUTOENCODERS):
-        ends = {s.label: end_of(s) for p in published.panels(claim.experiment, "") for s in p.series}
+        ends = {}
+        for series in (s for p in published.panels(claim.experiment, "") for s in p.series):
+            ends[series.label] = min(end_of(series), ends.get(series.label, math.inf))
         conditions = claim.rule.rules if isinstance(claim.rule, All) else (claim.rule,)
         for c in conditions:
             if claim.about == "paper" and {c.a.quantity, c.b.quantity} <= {"loss", "averaged_loss"} and set(c.needs) <= set(ends):
                 ratio = ends[c.b.label] / ends[c.a.label]
                 against |= set() if c.low <= ratio <= c.high else {claim.id}
-    assert against == {"mnist-empirical"}
+    assert not against
 
 
 def end_of(series):
-    """The mean over the last tenth of the steps of a published curve."""
-    return np.mean([y for x, y in zip(series.x, series.y, strict=True) if x > 0.9 * series.x[-1]])
+    """The mean over the last tenth of the steps of a published curve, whose vertices are not evenly spaced."""
+    return np.interp(np.linspace(0.9, 1, 100) * series.x[-1], series.x, series.y).mean()
 
 
 def test_what_stands_in_for_data_that_is_not_embedded_is_named():

@@ -157,7 +157,7 @@ RUNS: dict[str, Callable[[Preset, str], Runs]] = {
     "bernoulli": _all(autoencoders, "mnist", *FOUR, likelihood="bernoulli", urgency=3),
     **{f"figj13{SIDES[d]}": _all(autoencoders, d, KFAC, KFAC_ONE_BATCH, NATURAL, ADAM, SGD, GD, urgency=2) for d in CODES},
     **{f"figj15{SIDES[d]}": _all(autoencoders, d, KFAC, STANDARD, RELEASED, ADAM, SGD, urgency=2) for d in CODES},
-    **{f"figj22{SIDES[d]}": _all(autoencoders, d, KFAC, EMPIRICAL, urgency=2) for d in CODES},
+    **{f"figj22{SIDES[d]}": _all(autoencoders, d, KFAC, EMPIRICAL, SGD, urgency=2) for d in CODES},
     **{f"figj{NUMBERS[d]}a": _all(autoencoders, d, KFAC, FOOF, ADAM, SGD, urgency=int(d != "mnist")) for d in CODES},
     **{f"figj{NUMBERS[d]}c": _all(autoencoders, d, KFAC, urgency=int(d != "mnist")) for d in CODES},
 }  # fmt: skip

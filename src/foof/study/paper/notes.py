@@ -82,7 +82,7 @@ PAPER_SIZE: dict[str, str] = {  # where it is as large
     "first 1,200 of the paper's 6,000 steps only, its grid for 300.",
     "fig1d": f"{FULL_SCALE} Its trials are compared after 20 steps; its λ are a power of ten apart, others' two.",
     "fig2a": f"{FULL_SCALE} Its trials are compared after 20 steps; its λ are a power of ten apart, others' two. Where λ is 1e-3 or more "
-    "its systems are solved by conjugate gradients in float64 (the oldest runs: by a factorisation in float32, whose losses agree to 5e-6).",
+    "its systems are solved by conjugate gradients in float64 (the oldest runs by a factorisation in float32: losses agree to 5e-6).",
     "fig2c": "Natural gradients with the full Fisher, of which each step factorises four matrices of order 9,000, are run, and compared, "
     f"for 50 steps, their grid for 10. {FULL_SCALE}",
     "fig3a": f"The paper gives no setting for standard damping without the transposition: smaller λ are tried for it. {TO_THE_END} "
