@@ -143,10 +143,14 @@ def curves_figure(
     return style(figure, heading)
 
 
+def top_of(curves: Sequence[Curve]) -> float:
+    """Where a curve that explodes leaves a picture with a log axis: at ten times where curves begin."""
+    return 10 * max((c.mean[0] for c in curves if c.mean), default=math.inf)
+
+
 def _in_view(curves: Sequence[Curve], published: Sequence[Curve]) -> dict[str, Any]:
-    """A range for a log axis on which a curve that explodes leaves the picture at ten times where curves begin."""
-    shown = [v for c in (*curves, *published) for v in c.mean if 0 < v < math.inf]
-    top = 10 * max((c.mean[0] for c in curves if c.mean), default=math.inf)
+    """A range for a log axis from which exploding curves are cut; none where there are none."""
+    shown, top = [v for c in (*curves, *published) for v in c.mean if 0 < v < math.inf], top_of(curves)
     return {"range": [math.log10(min(shown)) - 0.1, math.log10(top)]} if shown and max(shown) > top else {}
 
 

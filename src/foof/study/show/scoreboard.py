@@ -95,8 +95,11 @@ def brief(v: Verdict) -> str:
 WIDTH, COLUMNS, CELL, GAP = 880, 3, 50, 6
 
 
+LETTER = 7.2  # width of one, at most, of a name and of a place
+
+
 def scoreboard_svg(verdicts: Sequence[Verdict], heading: str) -> str:
-    """The whole board as one file."""
+    """The whole board as one file. A place that would run into a name is left to the tooltip."""
     wide = (WIDTH - (COLUMNS + 1) * GAP) / COLUMNS
     parts, y = [f'<text class="title" x="{GAP}" y="20">{escape(heading)}</text>'], 32.0
     for group in groups(verdicts):
@@ -104,12 +107,13 @@ def scoreboard_svg(verdicts: Sequence[Verdict], heading: str) -> str:
         y += 24
         for i, v in enumerate(group.verdicts):
             x, top = GAP + (i % COLUMNS) * (wide + GAP), y + (i // COLUMNS) * (CELL + GAP)
-            c = deciding(v)
+            c, name, place = deciding(v), v.id.replace("-", " "), _place(v.where)
+            fits = LETTER * (len(name) + len(place) + 4) < wide
             parts += [
-                f"<g><title>{escape(v.claim)} ({escape(v.ruling)})</title>",
+                f"<g><title>{escape(v.where)}: {escape(v.claim)} ({escape(v.ruling)})</title>",
                 f'<rect class="cell {CLASSES[v.ruling]}" x="{x:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{CELL}" rx="6"/>',
-                f'<text class="name" x="{x + 8:.1f}" y="{top + 19:.1f}">{MARKS[v.ruling]} {escape(v.id.replace("-", " "))}</text>',
-                f'<text class="muted" x="{x + wide - 8:.1f}" y="{top + 19:.1f}" text-anchor="end">{escape(_place(v.where))}</text>',
+                f'<text class="name" x="{x + 8:.1f}" y="{top + 19:.1f}">{MARKS[v.ruling]} {escape(name)}</text>',
+                f'<text class="muted" x="{x + wide - 8:.1f}" y="{top + 19:.1f}" text-anchor="end">{escape(place if fits else "")}</text>',
                 f'<text class="muted" x="{x + 8:.1f}" y="{top + 39:.1f}">{escape(brief(v))}</text>',
                 bar(c, x + wide - BAR - 10, top + 28) if c else "", "</g>",
             ]  # fmt: skip
@@ -119,5 +123,6 @@ def scoreboard_svg(verdicts: Sequence[Verdict], heading: str) -> str:
 
 
 def _place(where: str) -> str:
-    """The figure or section alone."""
-    return where.split(", ")[-1].replace("released code", "code") if "released" not in where else where.split(", ")[0]
+    """The figure alone, or else the section; of which size a board is stands above it."""
+    parts = where.removesuffix(" (reduced)").split(", ")
+    return next((part for part in reversed(parts) if part.startswith("Fig")), parts[0])

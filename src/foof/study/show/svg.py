@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from foof.study.paper.verdicts import Spread
-from foof.study.show.plots import Curve, colour, family_colour
+from foof.study.show.plots import Curve, colour, family_colour, top_of
 
 WIDTH, HEIGHT = 860, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 250, 44, 48
@@ -52,10 +52,12 @@ class Scale:
 def curves_svg(
     curves: Sequence[Curve], heading: str, y: str = "training loss", log: bool = True, published: Sequence[Curve] = (), x: str = "step"
 ) -> str:
-    """Means as lines and mean ± deviation as bands, published curves dotted; labels at the ends of the lines."""
+    """Means as lines and mean ± deviation as bands, published curves dotted; labels at the ends of the lines. What explodes runs along the
+    top of a log axis."""
     curves, published = [c for c in curves if c.steps], [c for c in published if c.steps]
     everything = [*curves, *published]
-    scale = Scale.over([v for c in everything for v in c.mean], log)
+    top = top_of(curves) if log else math.inf
+    scale = Scale.over([min(v, top) for c in everything for v in c.mean], log)
     last = max((c.steps[-1] for c in everything), default=1)
 
     def px(step: float) -> float:
