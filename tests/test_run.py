@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import foof
+from foof.conjugate import solver_named
 from foof.study.paper.toy import toy
 from foof.study.train import models
 from foof.study.train.batches import Batches
@@ -260,6 +261,15 @@ def test_natural_gradients_take_their_fisher_where_they_are_told_to():
     own, same, larger = (run(base.but(options=o)).series["loss"] for o in ((), (("same_batch", True),), (("fisher_batch", 200),)))
     assert own[0] == same[0] == larger[0]
     assert len({own[-1], same[-1], larger[-1]}) == 3
+
+
+@pytest.mark.parametrize(("hidden", "damping", "solver"), [((), 1e-3, "cg"), ((), 1e-4, "cholesky"), ((12,), 1e-3, "cholesky")])
+def test_the_full_fisher_of_one_layer_is_solved_by_conjugate_gradients_where_they_converge(hidden, damping, solver):
+    setting = TINY.but(optimizer="natural", hidden=hidden, lr=0.1, damping=damping, steps=3, options=(("fisher", "full"),))
+    opt = method(setting).build(models.build("mlp", (784,), hidden, 10), setting)
+    assert opt.preconditioner.estimator.settings.solver is solver_named(solver)
+    given = setting.but(options=(*setting.options, ("solver", "cholesky")))
+    assert run(setting).series["loss"] == pytest.approx(run(given).series["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["kfac", "natural"])
