@@ -468,3 +468,24 @@ def test_divergence_never_wins():
         return [Record(s, "diverged" if s.lr > 0.2 else "finished", {}, {"train_loss": 1 / s.lr}) for s in settings]
 
     assert tune(Search(TINY, rectangle(lr_grid(0.1, 1)), extend=2), run_all).best.lr == 0.1
+
+
+def test_the_best_of_each_damping_goes_on_to_the_end_since_small_ones_lead_early():
+    """As standard damping in Fig. 3A: the smallest λ leads at first, and stalls. A λ that is OPEN times worse there stays behind."""
+    early, late = {0.01: 1.0, 0.1: 1.5, 1.0: 2.5}, {0.01: 0.9, 0.1: 0.1, 1.0: 0.05}
+    asked = []
+
+    def run_all(settings):
+        asked.extend(settings)
+
+        def record(s):
+            best = 1 + abs(math.log10(s.lr / 0.3))
+            losses = [best * (early if step < 100 else late)[s.damping] for step in range(1, s.steps + 1)]
+            return Record(s, "finished", {"step": list(range(1, s.steps + 1)), "loss": losses}, {"train_loss": losses[-1]})
+
+        return [record(s) for s in settings]
+
+    grid = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0), (0.01, 0.1, 1.0)), extend=0, centre=(0.3, 0.01), grid_steps=50)
+    found = tune(grid, run_all)
+    assert (found.best.lr, found.best.damping) == (0.3, 0.1)
+    assert {(s.lr, s.damping) for s in asked if s.steps == 200 and not s.seed} == {(0.3, 0.01), (0.3, 0.1)}

@@ -106,7 +106,8 @@ class Search:
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
     With `grid_steps`, runs of the grid stop there, and are compared by their mini-batch losses just before (longer runs too: a
-    short run is the beginning of a long one). The best of them goes on to the end, and replaces the centre if it ends below it.
+    short run is the beginning of a long one). The best of them go on to the end, and so does the best of each other row that is not
+    OPEN times worse: small λ lead early, and may end above large ones. What ends lowest replaces the centre.
     """
 
     base: Setting
@@ -190,6 +191,12 @@ class Search:
             rows = (new, *rows) if way < 0 else (*rows, new)
         return replace(self, rows=rows)
 
+    def leaders(self, order: Sequence[Setting], losses: Mapping[Setting, float]) -> list[Setting]:
+        """The best setting of each row but the centre's, unless it is OPEN times worse than the first in `order`, which is best first."""
+        there = [{*row.settings(self.base)} for row in self.rows]
+        best = (next((s for s in order if s in row), None) for row in there if self.middle not in row)
+        return [s for s in best if s and losses[s] <= OPEN * losses[order[0]]]
+
     def _opened(self, row: Row, losses: Mapping[Setting, float], within: float) -> Row:
         """A row beside the best one, grown where it could still come `within` a loss; as it is while trials of it are missing."""
         known = {s: losses[s] for s in row.settings(self.base) if s in losses}
@@ -249,7 +256,8 @@ def look(search: Search, get: Get) -> Look:
         wider = current.around(order[0], losses)
         if wider == current or rounds == search.extend:
             alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
-            contest = _contest(search, centre, clear[:CHALLENGERS] if centre else alive, alive, get)
+            challengers = [*(clear if centre else alive)[:CHALLENGERS], *current.leaders(alive, losses)]
+            contest = _contest(search, centre, challengers, alive, get)
             if contest.missing:
                 leads = _report(search, contest.winner, get, searched=False).tuned
                 return Look(contest.missing, known or (leads and _with_grid(leads, current, contest.winner, trials)))
@@ -318,15 +326,15 @@ def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setti
     first = centre or next(iter(order), search.grid[0])
     if search.grid_steps is not None:
         lost = centre is not None and (ended := get(centre)) is not None and ended.score > ended.end_loss(search.grid_steps)
-        for s in [*challengers[:CHALLENGERS], *(order[: CHALLENGERS + 1] if lost else ())]:
-            if get(s) is None:
-                return _Contest(first, (s,))
+        others = order[: CHALLENGERS + 1] if lost else ()
+        if unseen := tuple(s for s in dict.fromkeys((*challengers, *others)) if get(s) is None):
+            return _Contest(first, unseen)
     there = sorted((s for s in dict.fromkeys((first, *order)) if get(s) is not None), key=lambda s: _score(get(s)))
     for i, s in enumerate(there):
         runs = {run: get(run) for run in search.vetting(s)}
         if not any(map(exploded, filter(None, runs.values()))):
-            unseen = tuple(run for run, record in runs.items() if record is None)
-            return _Contest(s, unseen, passed=tuple(there[:i]))
+            to_vet = tuple(run for run, record in runs.items() if record is None)
+            return _Contest(s, to_vet, passed=tuple(there[:i]))
     return _Contest(first, tuple(s for s in order if get(s) is None)[:1])
 
 
