@@ -14,7 +14,7 @@ from foof.study.paper.toy import toy
 from foof.study.train import models
 from foof.study.train.batches import Batches
 from foof.study.train.methods import METHODS, method
-from foof.study.train.run import evaluate, run
+from foof.study.train.run import environment, evaluate, run
 from foof.study.train.setting import Record, Setting
 
 TINY = Setting(train_size=300, hidden=(12,), batch_size=50, steps=15, log_every=5)
@@ -87,6 +87,13 @@ def test_a_short_run_is_the_beginning_of_a_long_one(name):
     short, long = run(EACH[name].but(steps=6)), run(EACH[name])
     assert short.series["loss"] == long.series["loss"][: len(short.series["loss"])]
     assert short.end_loss() == long.end_loss(until=6)
+
+
+def test_the_environment_names_libraries_that_the_loader_puts_before_others(monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert "preloaded" not in environment.__wrapped__()
+    monkeypatch.setenv("LD_PRELOAD", "/somewhere/libfirst.so:./libsecond.so")
+    assert environment.__wrapped__()["preloaded"] == "libfirst.so libsecond.so"
 
 
 def test_a_record_survives_the_way_to_text_and_back():

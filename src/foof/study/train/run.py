@@ -323,8 +323,14 @@ def environment() -> dict[str, Value]:
     return {
         "foof": _version("foof"), "source": _commit(), "torch": torch.__version__,
         "python": platform.python_version(), "system": platform.system(), "processor": _processor(),
-        "cores": os.cpu_count() or 1,
+        "cores": os.cpu_count() or 1, **_preloaded(),
     }  # fmt: skip
+
+
+def _preloaded() -> dict[str, Value]:
+    """Libraries that the loader was told to put before all others, by name: they may change how matrices are multiplied."""
+    names = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
+    return {"preloaded": " ".join(names)} if names else {}
 
 
 def _version(package: str) -> str:
