@@ -124,16 +124,18 @@ def _exact(p: Preset, setting: Setting, paper: tuple[float, float], quick: tuple
 
 
 def fig2a(p: Preset, d: str) -> Runs:
+    """One layer. Losses differ by orders of magnitude from seed to seed where a step explodes, and a run takes seconds: more seeds report."""
     if p.fine and not p.centred:
         return {}  # see `notes`
     full = full_batch(p, d).but(hidden=())
-    return {
+    found = {
         KFAC: search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3), ridge=(-4, 4), vetted=True),
         NATURAL_FULL: _exact(p, full, (0.1, 0.1), (0.3, 0.1)),
         NATURAL_MC: search(p, full.but(optimizer="natural"), (0.01, 0.01), (0.03, 0.01), ridge=(-4, 4), vetted=True),
         SGD: _momenta(p, full, 0.03, 0.1, vetted=True),
         GD: search(p, full.but(optimizer="sgd"), (0.03, None), (0.1, None), vetted=True),
     }
+    return {label: replace(search_, seeds=p.layer_seeds or search_.seeds) for label, search_ in found.items()}
 
 
 def fig2b(p: Preset, d: str) -> Runs:
