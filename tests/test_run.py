@@ -325,3 +325,12 @@ def test_kfac_s_damping_of_sigma_is_that_of_its_heuristic():
     setting = TINY.but(optimizer="kfac", lr=1e-9, steps=1, options=(("T", 1), ("S", 1)), measure=("lambda_A",))
     small, large = (run(setting.but(damping=damping)).series["lambda_A"][0] for damping in (1e-2, 1.0))
     assert large / small == pytest.approx(10, rel=1e-5)
+
+
+def test_a_run_is_judged_by_the_mean_of_its_last_losses_and_a_short_one_by_the_last_that_was_logged():
+    losses = [float(x) for x in range(40, 0, -1)]
+    record = Record(Setting(steps=40, log_every=1), "finished", {"step": [*range(1, 41)], "loss": losses}, {"train_loss": 100.0})
+    assert record.score == record.end_loss() == pytest.approx(2.5)
+    assert record.end_loss(until=20) == pytest.approx(21.5)
+    assert Record(Setting(steps=20), "finished", {"step": [1, 11], "loss": [3.0, 2.0]}).score == 2.0
+    assert Record(Setting(steps=20), "diverged", {"step": [1, 11], "loss": [3.0, 2.0]}).score == math.inf

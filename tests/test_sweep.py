@@ -171,6 +171,11 @@ def test_the_ladders_of_the_paper():
         lr_index(0.02)
 
 
+def ended(setting, loss, status="finished"):
+    """A record of which nothing is known but its loss."""
+    return Record(setting, status, {"step": [1], "loss": [loss]}, {"train_loss": loss})
+
+
 def bowl(lr: float, damping: float | None = None):
     """Records whose loss is least at the given place, without training."""
 
@@ -178,7 +183,7 @@ def bowl(lr: float, damping: float | None = None):
         def loss(s):
             return abs(math.log10(s.lr / lr)) + (abs(math.log10(s.damping / damping)) if damping else 0) + 0.01 * s.seed
 
-        return [Record(s, "finished", {}, {"train_loss": loss(s)}) for s in settings]
+        return [ended(s, loss(s)) for s in settings]
 
     return run_all
 
@@ -273,7 +278,7 @@ def test_a_grid_grows_around_what_wins_if_what_leads_it_explodes_on_another_seed
     def run_all(settings):
         def record(s):
             status = "diverged" if s.lr == 0.3 and s.seed else "finished"
-            return Record(s, status, {"step": [1], "loss": [1.0]}, {"train_loss": abs(math.log10(s.lr / 0.3))})
+            return ended(s, abs(math.log10(s.lr / 0.3)), status)
 
         return [record(s) for s in settings]
 
@@ -332,7 +337,7 @@ def test_a_row_whose_trials_all_explode_is_no_bound_of_damping():
         def record(s):
             dead = s.damping == 0.01 and s.lr > 0.01
             loss = abs(math.log10(s.lr / 0.01)) + (0 if s.damping == 0.01 else 10 * abs(math.log10(s.damping) - 0.1))
-            return Record(s, "diverged" if dead else "finished", {"step": [1], "loss": [1.0]}, {"train_loss": loss})
+            return ended(s, loss, "diverged" if dead else "finished")
 
         return [record(s) for s in settings]
 
@@ -373,7 +378,7 @@ def test_where_the_same_ratio_does_as_well_at_the_next_damping_inside_there_is_n
         def record(s):
             lowest = lr * (s.damping / 0.01 if same == "lr/λ" else 1)
             loss = 1 + gained * math.log10(s.damping) / 2 + abs(math.log10(s.lr / lowest))
-            return Record(s, "finished", {"step": [1], "loss": [1.0]}, {"train_loss": loss})
+            return ended(s, loss)
 
         return [record(s) for s in settings]
 
@@ -433,7 +438,7 @@ def test_beginnings_stand_in_for_runs_that_have_not_been_made():
     long, early = TINY.but(steps=200), TINY.but(steps=100, measure=("similarity",))
     search = Search(long, rectangle((0.1, 0.3, 1.0)), extend=0, centre=(0.3, None), grid_steps=50, stand_ins=(early,))
     there = {early.but(lr=0.3, seed=i) for i in range(3)}
-    found = look(search, lambda s: Record(s, "finished", {"step": [1], "loss": [1.0]}, {"train_loss": 1.0}) if s in there else None)
+    found = look(search, lambda s: ended(s, 1.0) if s in there else None)
     assert (found.tuned.best.steps, found.tuned.to_the_end, len(found.tuned.records)) == (100, False, 2)
     assert found.missing == (long.but(lr=0.3),)
 
@@ -465,7 +470,7 @@ def test_the_plan_counts_seeds_in_full_and_the_rest_of_a_grid_in_short():
 
 def test_divergence_never_wins():
     def run_all(settings):
-        return [Record(s, "diverged" if s.lr > 0.2 else "finished", {}, {"train_loss": 1 / s.lr}) for s in settings]
+        return [ended(s, 1 / s.lr, "diverged" if s.lr > 0.2 else "finished") for s in settings]
 
     assert tune(Search(TINY, rectangle(lr_grid(0.1, 1)), extend=2), run_all).best.lr == 0.1
 

@@ -109,15 +109,18 @@ class Record:
 
     @property
     def score(self) -> float:
-        """Final training loss, the quantity settings are chosen by. Divergence is the worst score."""
-        loss = self.final.get("train_loss", math.inf)
+        """What settings are chosen by: the loss at the end, which claims compare, too. Divergence is the worst score.
+
+        Not the loss on all images at the last step: with a constant learning rate that differs much from step to step.
+        """
+        loss = self.end_loss()
         return loss if self.status == "finished" and math.isfinite(loss) else math.inf
 
     def end_loss(self, until: int | None = None) -> float:
         """Mean of the logged mini-batch losses over the last tenth of the steps (up to `until`); infinite if the run diverged before.
 
-        NaN of a run that was to stop before `until`. Losses are logged before the update, every ten steps; the last tenth is what
-        `paper/figures.md` gives for each published curve.
+        NaN of a run that was to stop before `until`; where none of these was logged, it is the last one before. Losses are logged before
+        the update, every ten steps; the last tenth is what `paper/figures.md` gives for each published curve.
         """
         steps, losses = self.series["step"], self.series["loss"]
         last = until or self.setting.steps
@@ -125,7 +128,8 @@ class Record:
             return math.inf
         if last > self.setting.steps:
             return math.nan
-        tail = [y for x, y in zip(steps, losses, strict=True) if 0.9 * last < x <= last]
+        until_then = [(x, y) for x, y in zip(steps, losses, strict=True) if x <= last]
+        tail = [y for x, y in until_then if x > 0.9 * last] or [y for _, y in until_then[-1:]]
         return statistics.fmean(tail) if tail else math.nan
 
     def to_dict(self) -> dict[str, Any]:
