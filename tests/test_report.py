@@ -171,13 +171,18 @@ def test_a_measurement_that_blew_up_is_not_left_out():
     assert spread([-math.inf]) == Spread(-math.inf, 0.0, 1)
 
 
+def at_its_rate(setting):
+    """A record whose loss is its learning rate."""
+    return Record(setting, "finished", {"step": [1], "loss": [setting.lr]})
+
+
 def test_a_guess_decides_nothing_before_its_grid_is_done():
     search = Search(Setting(), rectangle((0.1, 0.3, 1.0)), seeds=2, centre=(0.3, None), extend=0)
-    known = {s: Record(s, "finished", {"step": [1], "loss": [s.lr]}) for s in (Setting(lr=0.3, seed=i) for i in range(3))}
+    known = {s: at_its_rate(s) for s in (Setting(lr=0.3, seed=i) for i in range(3))}
     assert look(search, known.get).tuned.searched
     guess = replace(search, known=False)
     assert not look(guess, known.get).tuned.searched
-    known |= {s: Record(s, "finished", {"step": [1], "loss": [s.lr]}) for lr in (0.1, 1.0) for s in (Setting(lr=lr, seed=i) for i in range(3))}
+    known |= {s: at_its_rate(s) for lr in (0.1, 1.0) for s in (Setting(lr=lr, seed=i) for i in range(3))}
     assert look(guess, known.get).tuned.searched
 
 

@@ -124,7 +124,7 @@ def _exact(p: Preset, setting: Setting, paper: tuple[float, float], quick: tuple
 
 
 def fig2a(p: Preset, d: str) -> Runs:
-    """One layer. Losses differ by orders of magnitude from seed to seed where a step explodes, and a run takes seconds: more seeds report."""
+    """One layer. Where a step explodes losses differ by orders of magnitude, and a run takes seconds: more seeds report."""
     if p.fine and not p.centred:
         return {}  # see `notes`
     full = full_batch(p, d).but(hidden=())
