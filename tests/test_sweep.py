@@ -15,7 +15,7 @@ import pytest
 import kills
 from foof.study.search import sweep as module
 from foof.study.search.estimate import core_seconds, plan, remaining
-from foof.study.search.grids import VETS, Row, Search, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune
+from foof.study.search.grids import VETS, Row, Search, between, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune
 from foof.study.search.store import Store
 from foof.study.search.sweep import WorkerDied, sweep
 from foof.study.train.run import run
@@ -364,6 +364,67 @@ def test_a_row_beside_the_best_is_a_bound_if_its_own_best_lies_inside_or_is_twic
     assert beside(5.0, 4.0, 2.1) == (0.1, 0.3, 1.0)
     assert beside(math.inf, math.inf, math.inf) == (0.03, 0.1, 0.3, 1.0)
     assert beside(math.inf, math.inf) == beside(3.0, 1.5) == (0.1, 0.3, 1.0)  # nothing grows for want of records
+
+
+def test_a_single_row_whose_trials_all_explode_goes_down_until_something_lives():
+    """As KFAC at λ = 1e-8: its centre leads at step 50, and is lost before the end."""
+
+    def run_all(settings):
+        def record(s):
+            losses = [math.inf if s.lr > 0.01 and (step > 100 or s.lr != 0.3) else abs(math.log10(s.lr / 0.01)) + 1
+                      for step in range(1, s.steps + 1)]  # fmt: skip
+            return Record(s, "diverged" if math.inf in losses else "finished", {"step": list(range(1, s.steps + 1)), "loss": losses},
+                          {"train_loss": losses[-1]})  # fmt: skip
+
+        return [record(s) for s in settings]
+
+    grid = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0)), extend=4, centre=(0.3, None), known=False, grid_steps=50)
+    found = tune(grid, run_all)
+    assert (found.best.lr, found.on_edge, len(found.records)) == (0.01, False, 3)
+    assert sorted(r.setting.lr for r in found.tried) == [0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
+    assert not look(replace(grid, rows=(Row((0.3,)),)), lambda s: run_all([s])[0]).missing  # a single value is a choice, and stays
+
+
+def test_learning_rates_half_way_between_those_of_the_ladder():
+    assert [between(*ends) for ends in ((1.0, 3.0), (3.0, 10.0), (1e-5, 3e-5), (3e-8, 1e-7))] == [2.0, 5.0, 2e-5, 5e-8]
+    row = Row((0.1, 0.3, 1.0), 1e-2)
+    finer = row.refined(1.0)
+    assert (finer.between, finer.refined(1.0).between, finer.refined(1.0).refined(1.0)) == ((0.5,), (0.5, 0.2), None)
+    assert row.refined(0.1, outside=True).between == (0.05,)
+    assert row.refined(1.0, outside=True).refined(1.0, outside=True).between == (2.0, 0.05)
+    assert (row.grown(0.2), row.grown(2.0).lrs, row.grown(0.05).lrs) == (row, (0.1, 0.3, 1.0, 3.0), (0.03, 0.1, 0.3, 1.0))
+    assert finer.moved(2, 4).between == ()
+
+
+@pytest.mark.parametrize("best", [0.3, 0.2, 0.05])
+def test_a_grid_is_filled_up_to_as_many_trials_as_others_have(best):
+    """First where the best row's best lies, then in the next best row; and what is found there is a trial like any other."""
+    rows = rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0))
+    found = tune(Search(TINY, rows, extend=2, trials=14), bowl(lr=best, damping=1.0))
+    tried = {damping: sorted(r.setting.lr for r in found.tried if r.setting.damping == damping) for damping in (0.01, 1.0, 100.0)}
+    assert (found.best.lr, found.best.damping, found.on_edge, found.grid_done) == (best, 1.0, False, True)
+    assert len(found.tried) == found.planned == 14
+    assert tried[1.0] == ([0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 1.0] if best == 0.05 else [0.1, 0.2, 0.3, 0.5, 1.0])
+
+
+def test_a_grid_is_filled_beyond_its_ends_when_nothing_is_left_between_them_and_single_values_stay():
+    full = tune(Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, trials=7), bowl(lr=0.3))
+    assert sorted(r.setting.lr for r in full.tried) == [0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0]
+    more = tune(Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, trials=20), bowl(lr=0.3))
+    assert len(more.tried) == 7  # no more than that
+    single = tune(Search(TINY, rectangle((1.0,), (0.1, 1.0, 10.0)), damping_every=1, extend=2, trials=20), bowl(lr=1.0, damping=1.0))
+    assert len(single.tried) == 3
+
+
+@pytest.mark.parametrize(("gain", "concluded"), [(1.05, True), (1.5, False)])
+def test_while_a_grid_is_filled_what_has_won_stands_unless_something_is_clearly_better(gain, concluded):
+    grid = Search(TINY, rectangle((0.1, 0.3, 1.0)), extend=2, trials=5)
+    losses = {0.1: 2.0, 0.3: 1.0, 1.0: 3.0, 0.2: 1 / gain}
+    there = {r.setting: r for r in exploding(losses)([*grid.grid, *grid.reports(TINY.but(lr=0.3)), TINY.but(lr=0.2)])}
+    found = look(grid, there.get)
+    assert [s.lr for s in found.missing] == [0.5]
+    assert (found.tuned.best.lr, len(found.tuned.records), found.tuned.searched, found.tuned.grid_done) == (0.3, 3, concluded, False)
+    assert (len(found.tuned.tried), found.tuned.planned) == (4, 5)
 
 
 @pytest.mark.parametrize(

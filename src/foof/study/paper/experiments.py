@@ -64,7 +64,7 @@ class Experiment:
         if self.again:  # on Fashion-MNIST, for which alone the paper gives its settings
             shown = {*needed(self.claims), *published.labels(self.figure, self.dataset)}
             found = {k: s for k, s in found.items() if k in shown}
-            found = {k: replace(s, urgency=s.urgency + OTHER_DATA_LATER, known=len(s.grid) == 1) for k, s in found.items()}
+            found = {k: replace(s, urgency=s.urgency + OTHER_DATA_LATER, known=len(s.grid) == 1, trials=0) for k, s in found.items()}
         return {k: s for k, s in found.items() if self.labels is None or k in self.labels}
 
     def mark(self, preset: Preset) -> str:

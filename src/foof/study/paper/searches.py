@@ -69,9 +69,8 @@ def _kfac(p: Preset, d: str) -> Search:
 def _foof(p: Preset, d: str, T: int = 100, **options: float) -> Search:
     chosen = {"T": T, "S": T, **options}
     setting = base(p, d).but(optimizer="foof", options=tuple(chosen.items()))
-    usual = T == 100 and not options
-    ridge = RIDGE if usual else None  # variants of it keep its λ
-    return search(p, setting, (0.3, 1.0), (1.0, 1.0), urgency=0 if usual else 1, ridge=ridge)
+    ridge = None if options else RIDGE  # variants of it keep its λ
+    return search(p, setting, (0.3, 1.0), (1.0, 1.0), urgency=1 if options or T != 100 else 0, ridge=ridge)
 
 
 def _natural(p: Preset, d: str, *options: tuple[str, int | str | bool], urgency: int = 1) -> Search:
@@ -191,7 +190,7 @@ def _standard(p: Preset, d: str) -> Search:
 
 def _released(p: Preset, d: str) -> Search:
     found = search(p, _measured(p, d, "kfac-transposed"), (1e-3, 1e-2), (3e-3, 1e-2), urgency=0)
-    return replace(found, rows=STANDARD_ROWS, damping_every=1) if p.centred else found
+    return replace(found, rows=STANDARD_ROWS, damping_every=1, extend=5) if p.centred else found  # four λ, two of them at edges
 
 
 # From the paper's setting for its standard damping, (1e-3, 1e-2), down to ever smaller λ: nine trials, as others have
@@ -319,9 +318,10 @@ def _refined(found: Search, ridge: tuple[int, int]) -> Runs:
     middle = found.rows[len(found.rows) // 2]
     below, above = (middle.moved(2 * way, by) for way, by in ((-1, ridge[0]), (1, ridge[1])))
     between = [middle.moved(way, int(by / 2)) for way, by in ((-1, ridge[0]), (1, ridge[1]))]
+    found = replace(found, trials=0, urgency=2, known=False)
     return {
-        COARSE: replace(found, rows=(below, middle, above), urgency=2, known=False),
-        FINE: replace(found, rows=(below, between[0], middle, between[1], above), damping_every=1, urgency=2, known=False),
+        COARSE: replace(found, rows=(below, middle, above)),
+        FINE: replace(found, rows=(below, between[0], middle, between[1], above), damping_every=1),
     }
 
 

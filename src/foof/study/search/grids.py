@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from foof.study.train.setting import Record, Setting, Value
 
@@ -40,6 +41,11 @@ def lr_index(lr: float) -> int:
     return i
 
 
+def between(low: float, high: float) -> float:
+    """The learning rate half-way between two of the ladder: 2 between 1 and 3, 5 between 3 and 10."""
+    return float(f"{math.sqrt(low * high):.0e}")
+
+
 def lr_grid(low: float, high: float) -> tuple[float, ...]:
     """All values of the form {1, 3}·10^i from `low` to `high`."""
     return tuple(lr_at(i) for i in range(lr_index(low), lr_index(high) + 1))
@@ -66,17 +72,26 @@ class Row:
     lrs: tuple[float, ...]
     damping: float | str | None = None
     options: tuple[tuple[str, Value], ...] = ()
+    between: tuple[float, ...] = ()  # learning rates half-way between those of the ladder, see `Search.filled`
 
     def settings(self, base: Setting) -> list[Setting]:
         own = {**dict(base.options), **dict(self.options)}
-        return [base.but(lr=lr, damping=self.damping, options=tuple(own.items())) for lr in self.lrs]
+        return [base.but(lr=lr, damping=self.damping, options=tuple(own.items())) for lr in (*self.lrs, *self.between)]
+
+    def refined(self, lr: float, outside: bool = False) -> Row | None:
+        """One more learning rate, of those half-way between its own the nearest to `lr`, or of the two `outside`; None if all are there."""
+        below, above = (lr_at(lr_index(end) + way) for end, way in ((self.lrs[0], -1), (self.lrs[-1], 1)))
+        gaps = ((below, self.lrs[0]), (self.lrs[-1], above)) if outside else pairwise(self.lrs)
+        left = [half for gap in gaps if (half := between(*gap)) not in self.between]
+        nearest = min(left, key=lambda x: abs(math.log(x / lr)), default=None)
+        return None if nearest is None else replace(self, between=(*self.between, nearest))
 
     def grown(self, lr: float) -> Row:
         """One more learning rate on the side where the best one lies, if it is an end. A single one is a choice, and stays."""
         if len(self.lrs) < 2:
             return self
-        before = (lr_at(lr_index(lr) - 1),) if lr == self.lrs[0] else ()
-        after = (lr_at(lr_index(lr) + 1),) if lr == self.lrs[-1] else ()
+        before = (lr_at(lr_index(self.lrs[0]) - 1),) if lr <= self.lrs[0] else ()
+        after = (lr_at(lr_index(self.lrs[-1]) + 1),) if lr >= self.lrs[-1] else ()
         return replace(self, lrs=(*before, *self.lrs, *after))
 
     def lowered(self) -> Row:
@@ -86,7 +101,8 @@ class Row:
     def moved(self, decades: int, by: int) -> Row:
         """The same ladder at another λ, `by` places further."""
         assert isinstance(self.damping, float)
-        return replace(self, damping=damping_at(self.damping, decades), lrs=tuple(lr_at(lr_index(lr) + by) for lr in self.lrs))
+        lrs = tuple(lr_at(lr_index(lr) + by) for lr in self.lrs)
+        return replace(self, damping=damping_at(self.damping, decades), lrs=lrs, between=())
 
 
 def rectangle(lrs: Sequence[float], dampings: Sequence[float | str | None] = (None,)) -> tuple[Row, ...]:
@@ -105,6 +121,8 @@ class Search:
     With a `centre` (lr, λ), it is run first, and stands until the grid around it is complete. It is `known` if a
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
+    With `trials`, what has not grown to as many gets learning rates half-way between its own, so that no method is tuned more than another.
+
     With `grid_steps`, runs of the grid stop there, and are compared by their mini-batch losses just before (longer runs too: a
     short run is the beginning of a long one). The best of them go on to the end, and so does the best of each other row that is not
     OPEN times worse: small λ lead early, and may end above large ones. What ends lowest replaces the centre.
@@ -114,6 +132,7 @@ class Search:
     rows: tuple[Row, ...]
     damping_every: int = 2  # 10^(2i)
     extend: int = 3  # how often the grid may grow
+    trials: int = 0  # in all, at least
     seeds: int = 3  # that report
     vets: int = 0  # more seeds, which do not report, that what wins must not explode on
     centre: tuple[float, float | str | None] | None = None
@@ -175,11 +194,13 @@ class Search:
         """This search with its grid extended where `best` lies on an edge; equal to it where there is nothing to extend.
 
         A row beside that of the best is no bound, and extended as well, if its own best trial lies at an end and is not OPEN times
-        worse, or if all of its trials exploded, which are `losses` of inf.
+        worse, or if all of its trials exploded, which are `losses` of inf. If everything exploded, its own row gets a smaller one.
         """
         if best not in self.grid:
             return self
         row, dampings = self._row(best), self._dampings()
+        if len(row.lrs) > 1 and all(losses.get(s) == math.inf for s in self.grid):
+            return replace(self, rows=tuple(r.lowered() if r is row else r for r in self.rows))
         beside_best = self._beside(row)
         within = OPEN * losses.get(best, math.inf)
         rows = tuple(r.grown(best.lr) if r is row else self._opened(r, losses, within) if r in beside_best else r for r in self.rows)
@@ -197,10 +218,21 @@ class Search:
         best = (next((s for s in order if s in row), None) for row in there if self.middle not in row)
         return [s for s in best if s and losses[s] <= OPEN * losses[order[0]]]
 
+    def filled(self, losses: Mapping[Setting, float]) -> Search:
+        """This search with `trials` settings: half-way between the learning rates of its rows, the best row and the nearest to its best
+        first; then beyond their ends."""
+        rows, left = dict(enumerate(self.rows)), self.trials - len(self.grid)
+        best = {i: min(row.settings(self.base), key=lambda s: losses.get(s, math.inf)) for i, row in rows.items() if len(row.lrs) > 1}
+        for outside in (False, True):
+            for i in sorted(best, key=lambda i: losses.get(best[i], math.inf)):
+                while left > 0 and (finer := rows[i].refined(best[i].lr, outside)):
+                    rows[i], left = finer, left - 1
+        return replace(self, rows=tuple(rows.values()))
+
     def _opened(self, row: Row, losses: Mapping[Setting, float], within: float) -> Row:
         """A row beside the best one, grown where it could still come `within` a loss; as it is while trials of it are missing."""
         known = {s: losses[s] for s in row.settings(self.base) if s in losses}
-        if len(known) < len(row.lrs):
+        if len(known) < len(row.settings(self.base)):
             return row
         best = min(known, key=known.__getitem__)
         if known[best] == math.inf:
@@ -237,6 +269,7 @@ def look(search: Search, get: Get) -> Look:
     """The protocol as a function of what is known: centre, grid, winner's seeds.
 
     The grid grows where its best trial lies on an edge; then, where the winner does, or what was passed over for exploding on a seed.
+    Last it is filled up to as many trials as others have: what has won until then stands, unless one of these is clearly better.
     """
     centre = search.middle
     if centre is not None and get(centre) is None:
@@ -246,7 +279,9 @@ def look(search: Search, get: Get) -> Look:
         trials, missing = _trials(current, get)
         order = sorted(trials, key=lambda s: _trial_loss(trials[s], search.grid_steps))
         clear = _clearly_better(order, centre, trials, search.grid_steps, get)
-        known = standing
+        known = standing and _with_grid(standing, current, standing.best, trials)
+        if known and _clearly_better(order, known.best, trials, search.grid_steps, get):
+            known = replace(known, searched=False)
         if not known and centre is not None and (so_far := _report(search, centre, get, search.known and not clear).tuned):
             known = _with_grid(so_far, current, centre, trials)
         if missing:
@@ -254,7 +289,7 @@ def look(search: Search, get: Get) -> Look:
             return Look(missing, known or (leads and _with_grid(leads, current, order[0], trials)))
         losses = _losses(trials, search.grid_steps)
         wider = current.around(order[0], losses)
-        if wider == current or rounds == search.extend:
+        if not (growing := wider != current and rounds < search.extend):
             alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
             challengers = [*(clear if centre else alive)[:CHALLENGERS], *current.leaders(alive, losses)]
             contest = _contest(search, centre, challengers, alive, get)
@@ -263,11 +298,11 @@ def look(search: Search, get: Get) -> Look:
                 return Look(contest.missing, known or (leads and _with_grid(leads, current, contest.winner, trials)))
             grown = (current.around(s, losses) for s in (*contest.passed, contest.winner))
             wider = next((w for w in grown if w != current), current)
-            if wider == current or rounds == search.extend:
+            growing = wider != current and rounds < search.extend
+            if not growing and (wider := current.filled(losses)) == current:
                 break
-            so_far = _report(search, contest.winner, get, searched=False).tuned
-            standing = so_far and _with_grid(so_far, wider, contest.winner, trials)
-        current, rounds = wider, rounds + 1
+            standing = _report(search, contest.winner, get, not growing and search.searched).tuned
+        current, rounds = wider, rounds + growing
     found = _report(search, contest.winner, get, search.searched)
     done = found.tuned and replace(_with_grid(found.tuned, current, contest.winner, trials), grid_done=True)
     return Look(found.missing, done)
@@ -292,12 +327,13 @@ def _flat(grid: Search, best: Setting, losses: Mapping[Setting, float]) -> bool:
         return False
     row = grid._row(best)
     alive = [r for r in grid._beside(row) if any(losses.get(s, math.inf) < math.inf for s in r.settings(grid.base))]
-    if len(alive) != 1 or best.lr in (row.lrs[0], row.lrs[-1]) or grid._opened(alive[0], losses, OPEN * losses[best]) != alive[0]:
+    if len(alive) != 1 or row.grown(best.lr) != row or grid._opened(alive[0], losses, OPEN * losses[best]) != alive[0]:
         return False
     assert isinstance(row.damping, float)
     assert isinstance(alive[0].damping, float)
-    twin = best.but(lr=lr_at(lr_index(best.lr) + 2 * round(math.log10(alive[0].damping / row.damping))), damping=alive[0].damping)
-    return losses.get(twin, math.inf) <= FLAT * losses[best]
+    rung = min((s for s in row.settings(grid.base) if s.lr in row.lrs), key=lambda s: losses.get(s, math.inf))  # which both rows have
+    twin = best.but(lr=lr_at(lr_index(rung.lr) + 2 * round(math.log10(alive[0].damping / row.damping))), damping=alive[0].damping)
+    return losses.get(twin, math.inf) <= FLAT * losses[rung]
 
 
 def _clearly_better(

@@ -157,7 +157,8 @@ PRESETS: dict[str, Preset] = {
 # The second row of learning rates below the first, and above: a hundredth of λ goes with a tenth of lr, and a hundred times both. So do
 # the paper's own settings of KFAC and FOOF; by how many places of the ladder.
 RIDGE = (-2, 4)
-TRIALS = 9  # of every method in a figure at the paper's size: three λ with three learning rates each, or as many of SGD and Adam
+TRIALS = 9  # every method's first at the paper's size: three λ with three learning rates each, or as many of SGD and Adam
+IN_ALL = 2  # times as many are tried of each, wherever its grid must grow or else between them
 
 
 def search(
@@ -168,9 +169,10 @@ def search(
     """A method's search at this preset: around the paper's setting, or around one that suits the smaller study.
 
     The paper's settings are given in the library's scale: (lr/B, λ/B) of its FOOF and KFAC at batch size B. Not `known`: it is ours.
-    At the paper's size every method has `TRIALS` trials: a damped one three λ, `every` so many decades, of which `below` are smaller than
-    the paper's, each with three learning rates that follow its `ridge`; without a ridge λ is given. The smaller study searches learning
-    rates. `vetted`: what wins must not explode on as many more seeds as report it.
+    At the paper's size every method has `TRIALS` trials first, and `IN_ALL` times as many once its grid has grown and been filled: a
+    damped one three λ, `every` so many decades, of which `below` are smaller than the paper's, each with three learning rates that follow
+    its `ridge`; without a ridge λ is given. The smaller study searches learning rates. `vetted`: what wins must not explode on as many
+    more seeds as report it.
     """
     lr, damping = paper if preset.centred or quick is None else quick
     row = Row(ladder(lr, 3) if preset.fine else (lr,), damping)
@@ -183,8 +185,9 @@ def search(
     elif isinstance(damping, float) and ridge is not None:
         rows = tuple(row.moved(every * i, i * (-ridge[0] if i < 0 else ridge[1])) for i in range(-below, 3 - below))
     short = grid_steps or preset.grid_steps
-    return Search(setting, rows, every, extend=preset.extend, seeds=seeds, vets=seeds if vetted else 0, centre=(lr, damping), known=known,
-                  urgency=urgency, grid_steps=short if short and short < setting.steps else None)  # fmt: skip
+    trials = IN_ALL * sum(len(row.lrs) for row in rows)
+    return Search(setting, rows, every, extend=preset.extend, trials=trials, seeds=seeds, vets=seeds if vetted else 0, centre=(lr, damping),
+                  known=known, urgency=urgency, grid_steps=short if short and short < setting.steps else None)  # fmt: skip
 
 
 def of_task(preset: Preset, task: Task, setting: Setting, middle: Pair, urgency: int = 0, ridge: tuple[int, int] = RIDGE) -> Search:
