@@ -274,13 +274,13 @@ def look(search: Search, get: Get) -> Look:
     centre = search.middle
     if centre is not None and get(centre) is None:
         return replace(_report(search, centre, get, search.known), missing=(centre,))
-    current, rounds, standing = search, 0, None
+    current, rounds, standing, behind = search, 0, None, {}  # what has won so far, and the trials it has won against
     while True:
         trials, missing = _trials(current, get)
         order = sorted(trials, key=lambda s: _trial_loss(trials[s], search.grid_steps))
         clear = _clearly_better(order, centre, trials, search.grid_steps, get)
         known = standing and _with_grid(standing, current, standing.best, trials)
-        if known and _clearly_better(order, known.best, trials, search.grid_steps, get):
+        if known and _clearly_better([s for s in order if s not in behind], known.best, trials, search.grid_steps, get):
             known = replace(known, searched=False)
         if not known and centre is not None and (so_far := _report(search, centre, get, search.known and not clear).tuned):
             known = _with_grid(so_far, current, centre, trials)
@@ -301,7 +301,7 @@ def look(search: Search, get: Get) -> Look:
             growing = wider != current and rounds < search.extend
             if not growing and (wider := current.filled(losses)) == current:
                 break
-            standing = _report(search, contest.winner, get, not growing and search.searched).tuned
+            standing, behind = _report(search, contest.winner, get, not growing and search.searched).tuned, trials
         current, rounds = wider, rounds + growing
     found = _report(search, contest.winner, get, search.searched)
     done = found.tuned and replace(_with_grid(found.tuned, current, contest.winner, trials), grid_done=True)
