@@ -389,11 +389,11 @@ def test_learning_rates_half_way_between_those_of_the_ladder():
     assert [between(*ends) for ends in ((1.0, 3.0), (3.0, 10.0), (1e-5, 3e-5), (3e-8, 1e-7))] == [2.0, 5.0, 2e-5, 5e-8]
     row = Row((0.1, 0.3, 1.0), 1e-2)
     finer = row.refined(1.0)
-    assert (finer.between, finer.refined(1.0).between, finer.refined(1.0).refined(1.0)) == ((0.5,), (0.5, 0.2), None)
-    assert row.refined(0.1, outside=True).between == (0.05,)
-    assert row.refined(1.0, outside=True).refined(1.0, outside=True).between == (2.0, 0.05)
+    assert (finer.halves, finer.refined(1.0).halves, finer.refined(1.0).refined(1.0)) == ((0.5,), (0.5, 0.2), None)
+    assert row.refined(0.1, outside=True).halves == (0.05,)
+    assert row.refined(1.0, outside=True).refined(1.0, outside=True).halves == (2.0, 0.05)
     assert (row.grown(0.2), row.grown(2.0).lrs, row.grown(0.05).lrs) == (row, (0.1, 0.3, 1.0, 3.0), (0.03, 0.1, 0.3, 1.0))
-    assert finer.moved(2, 4).between == ()
+    assert finer.moved(2, 4).halves == ()
 
 
 @pytest.mark.parametrize("best", [0.3, 0.2, 0.05])

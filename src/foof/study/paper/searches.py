@@ -190,7 +190,7 @@ def _standard(p: Preset, d: str) -> Search:
 
 def _released(p: Preset, d: str) -> Search:
     found = search(p, _measured(p, d, "kfac-transposed"), (1e-3, 1e-2), (3e-3, 1e-2), urgency=0)
-    return replace(found, rows=STANDARD_ROWS, damping_every=1, extend=5) if p.centred else found  # four λ, two of them at edges
+    return replace(found, rows=STANDARD_ROWS, damping_every=1) if p.centred else found
 
 
 # From the paper's setting for its standard damping, (1e-3, 1e-2), down to ever smaller λ: nine trials, as others have
@@ -331,8 +331,8 @@ def adaptive(label: str) -> str:
 
 
 def _adaptive(p: Preset, setting: Setting, damping: float, grid_steps: int | None = None, vetted: bool = False) -> Search:
-    """Step size, momentum and λ by the quadratic model of the loss (Appendix A): only the λ to begin with is left to search, at as many
-    powers of ten around `damping` as others have trials."""
+    """Step size, momentum and λ by the quadratic model of the loss (Appendix A): only the λ to begin with is left to search, at
+    nine powers of ten around `damping`."""
     setting = setting.but(options=(*setting.options, ("adaptive", True)))
     decades = range(-(TRIALS // 2), TRIALS // 2 + 1) if p.centred else (0,)
     rows = tuple(Row((1.0,), damping_at(damping, i)) for i in decades)

@@ -72,19 +72,19 @@ class Row:
     lrs: tuple[float, ...]
     damping: float | str | None = None
     options: tuple[tuple[str, Value], ...] = ()
-    between: tuple[float, ...] = ()  # learning rates half-way between those of the ladder, see `Search.filled`
+    halves: tuple[float, ...] = ()  # learning rates half-way between those of the ladder, see `Search.filled`
 
     def settings(self, base: Setting) -> list[Setting]:
         own = {**dict(base.options), **dict(self.options)}
-        return [base.but(lr=lr, damping=self.damping, options=tuple(own.items())) for lr in (*self.lrs, *self.between)]
+        return [base.but(lr=lr, damping=self.damping, options=tuple(own.items())) for lr in (*self.lrs, *self.halves)]
 
     def refined(self, lr: float, outside: bool = False) -> Row | None:
-        """One more learning rate, of those half-way between its own the nearest to `lr`, or of the two `outside`; None if all are there."""
+        """One more half-way learning rate: the nearest to `lr` inside the ladder, or just `outside` its ends. None if none is left."""
         below, above = (lr_at(lr_index(end) + way) for end, way in ((self.lrs[0], -1), (self.lrs[-1], 1)))
         gaps = ((below, self.lrs[0]), (self.lrs[-1], above)) if outside else pairwise(self.lrs)
-        left = [half for gap in gaps if (half := between(*gap)) not in self.between]
+        left = [half for half in (between(*gap) for gap in gaps) if half not in self.halves]
         nearest = min(left, key=lambda x: abs(math.log(x / lr)), default=None)
-        return None if nearest is None else replace(self, between=(*self.between, nearest))
+        return None if nearest is None else replace(self, halves=(*self.halves, nearest))
 
     def grown(self, lr: float) -> Row:
         """One more learning rate on the side where the best one lies, if it is an end. A single one is a choice, and stays."""
@@ -102,7 +102,7 @@ class Row:
         """The same ladder at another λ, `by` places further."""
         assert isinstance(self.damping, float)
         lrs = tuple(lr_at(lr_index(lr) + by) for lr in self.lrs)
-        return replace(self, damping=damping_at(self.damping, decades), lrs=lrs, between=())
+        return replace(self, damping=damping_at(self.damping, decades), lrs=lrs, halves=())
 
 
 def rectangle(lrs: Sequence[float], dampings: Sequence[float | str | None] = (None,)) -> tuple[Row, ...]:
@@ -121,7 +121,8 @@ class Search:
     With a `centre` (lr, λ), it is run first, and stands until the grid around it is complete. It is `known` if a
     search before this one has found it, as the paper's; otherwise it is a guess, and nothing is concluded from it alone.
 
-    With `trials`, what has not grown to as many gets learning rates half-way between its own, so that no method is tuned more than another.
+    With `trials`, it grows up to as many, and what has not come to them gets learning rates half-way between its own: no method is tuned
+    more than another.
 
     With `grid_steps`, runs of the grid stop there, and are compared by their mini-batch losses just before (longer runs too: a
     short run is the beginning of a long one). The best of them go on to the end, and so does the best of each other row that is not
@@ -131,8 +132,8 @@ class Search:
     base: Setting
     rows: tuple[Row, ...]
     damping_every: int = 2  # 10^(2i)
-    extend: int = 3  # how often the grid may grow
-    trials: int = 0  # in all, at least
+    extend: int = 3  # how often the grid may grow, where no `trials` are given
+    trials: int = 0  # in all; 0: as many as there are after it has grown
     seeds: int = 3  # that report
     vets: int = 0  # more seeds, which do not report, that what wins must not explode on
     centre: tuple[float, float | str | None] | None = None
@@ -194,23 +195,27 @@ class Search:
         """This search with its grid extended where `best` lies on an edge; equal to it where there is nothing to extend.
 
         A row beside that of the best is no bound, and extended as well, if its own best trial lies at an end and is not OPEN times
-        worse, or if all of its trials exploded, which are `losses` of inf. If everything exploded, its own row gets a smaller one.
+        worse, or if all of its trials exploded, which are `losses` of inf. If everything exploded, every row gets a smaller one.
         """
         if best not in self.grid:
             return self
         row, dampings = self._row(best), self._dampings()
-        if len(row.lrs) > 1 and all(losses.get(s) == math.inf for s in self.grid):
-            return replace(self, rows=tuple(r.lowered() if r is row else r for r in self.rows))
+        if all(losses.get(s) == math.inf for s in self.grid):
+            return replace(self, rows=tuple(r.lowered() if len(r.lrs) > 1 else r for r in self.rows))
         beside_best = self._beside(row)
         within = OPEN * losses.get(best, math.inf)
         rows = tuple(r.grown(best.lr) if r is row else self._opened(r, losses, within) if r in beside_best else r for r in self.rows)
         if len(dampings) > 1 and best.damping in (dampings[0], dampings[-1]):
             way = -1 if best.damping == dampings[0] else 1
-            beside = next(r for r in self.rows if r.damping == dampings[-way if way < 0 else -2])
+            beside = next(r for r in self.rows if r.damping == dampings[1 if way < 0 else -2])
             by = round(statistics.fmean(map(lr_index, row.lrs)) - statistics.fmean(map(lr_index, beside.lrs)))
             new = row.moved(way * self.damping_every, by)  # as far from this row as this one is from the next
             rows = (new, *rows) if way < 0 else (*rows, new)
         return replace(self, rows=rows)
+
+    def may_become(self, wider: Search, rounds: int) -> bool:
+        """May it grow to another grid, after so many rounds of growth?"""
+        return wider != self and (len(wider.grid) <= self.trials if self.trials else rounds < self.extend)
 
     def leaders(self, order: Sequence[Setting], losses: Mapping[Setting, float]) -> list[Setting]:
         """The best setting of each row but the centre's, unless it is OPEN times worse than the first in `order`, which is best first."""
@@ -232,7 +237,7 @@ class Search:
     def _opened(self, row: Row, losses: Mapping[Setting, float], within: float) -> Row:
         """A row beside the best one, grown where it could still come `within` a loss; as it is while trials of it are missing."""
         known = {s: losses[s] for s in row.settings(self.base) if s in losses}
-        if len(known) < len(row.settings(self.base)):
+        if len(known) < len(row.settings(self.base)) or len(row.lrs) < 2:
             return row
         best = min(known, key=known.__getitem__)
         if known[best] == math.inf:
@@ -271,40 +276,46 @@ def look(search: Search, get: Get) -> Look:
     The grid grows where its best trial lies on an edge; then, where the winner does, or what was passed over for exploding on a seed.
     Last it is filled up to as many trials as others have: what has won until then stands, unless one of these is clearly better.
     """
-    centre = search.middle
+    centre, at = search.middle, search.grid_steps
     if centre is not None and get(centre) is None:
         return replace(_report(search, centre, get, search.known), missing=(centre,))
-    current, rounds, standing, behind = search, 0, None, {}  # what has won so far, and the trials it has won against
+    current, rounds = search, 0
+    sent: dict[Setting, None] = {}  # to the end of training
+    standing: Tuned | None = None  # what has won so far, `winner`, against the trials `behind` it
+    winner, behind = centre, dict[Setting, Record]()
     while True:
         trials, missing = _trials(current, get)
-        order = sorted(trials, key=lambda s: _trial_loss(trials[s], search.grid_steps))
-        clear = _clearly_better(order, centre, trials, search.grid_steps, get)
-        known = standing and _with_grid(standing, current, standing.best, trials)
-        if known and _clearly_better([s for s in order if s not in behind], known.best, trials, search.grid_steps, get):
+        early = {s: _trial_loss(record, at) for s, record in trials.items()}
+        order = sorted(early, key=early.__getitem__)
+        clear = _clearly_better(order, centre, early, get)
+        known = standing and winner and _with_grid(standing, current, winner, trials)
+        if known and winner and _overtaken(winner, [s for s in order if s not in behind], early, get):
             known = replace(known, searched=False)
         if not known and centre is not None and (so_far := _report(search, centre, get, search.known and not clear).tuned):
             known = _with_grid(so_far, current, centre, trials)
         if missing:
             leads = _report(search, order[0], get, searched=False).tuned if rounds and not known else None
             return Look(missing, known or (leads and _with_grid(leads, current, order[0], trials)))
-        losses = _losses(trials, search.grid_steps)
-        wider = current.around(order[0], losses)
-        if not (growing := wider != current and rounds < search.extend):
-            alive = [s for s in order if _trial_loss(trials[s], search.grid_steps) < math.inf]
-            challengers = [*(clear if centre else alive)[:CHALLENGERS], *current.leaders(alive, losses)]
-            contest = _contest(search, centre, challengers, alive, get)
+        wider = current.around(order[0], early)
+        growing = current.may_become(wider, rounds)
+        if not growing:
+            alive = [s for s in order if early[s] < math.inf]
+            challengers = [*(clear if centre else alive)[:CHALLENGERS], *current.leaders(alive, early)]
+            contest = _contest(search, centre, challengers, alive, sent, get)
+            winner = contest.winner
             if contest.missing:
-                leads = _report(search, contest.winner, get, searched=False).tuned
-                return Look(contest.missing, known or (leads and _with_grid(leads, current, contest.winner, trials)))
-            grown = (current.around(s, losses) for s in (*contest.passed, contest.winner))
-            wider = next((w for w in grown if w != current), current)
-            growing = wider != current and rounds < search.extend
-            if not growing and (wider := current.filled(losses)) == current:
+                leads = _report(search, winner, get, searched=False).tuned
+                return Look(contest.missing, known or (leads and _with_grid(leads, current, winner, trials)))
+            ended = _losses(trials, at)
+            grown = (current.around(s, ended) for s in (*contest.passed, winner))
+            wider = next((w for w in grown if current.may_become(w, rounds)), current)
+            growing = wider != current
+            if not growing and (wider := current.filled(early)) == current:
                 break
-            standing, behind = _report(search, contest.winner, get, not growing and search.searched).tuned, trials
+            standing, behind = _report(search, winner, get, not growing and search.searched).tuned, trials
         current, rounds = wider, rounds + growing
-    found = _report(search, contest.winner, get, search.searched)
-    done = found.tuned and replace(_with_grid(found.tuned, current, contest.winner, trials), grid_done=True)
+    found = _report(search, winner, get, search.searched)
+    done = found.tuned and replace(_with_grid(found.tuned, current, winner, trials), grid_done=True)
     return Look(found.missing, done)
 
 
@@ -323,7 +334,7 @@ def _flat(grid: Search, best: Setting, losses: Mapping[Setting, float]) -> bool:
     Then nothing is to be gained outside, where lr/λ is all that matters: of natural gradients as λ → 0, of all damped methods as λ → ∞.
     Beside a row without a living trial λ is at an end, too.
     """
-    if best not in losses:
+    if losses.get(best, math.inf) == math.inf:
         return False
     row = grid._row(best)
     alive = [r for r in grid._beside(row) if any(losses.get(s, math.inf) < math.inf for s in r.settings(grid.base))]
@@ -333,17 +344,20 @@ def _flat(grid: Search, best: Setting, losses: Mapping[Setting, float]) -> bool:
     assert isinstance(alive[0].damping, float)
     rung = min((s for s in row.settings(grid.base) if s.lr in row.lrs), key=lambda s: losses.get(s, math.inf))  # which both rows have
     twin = best.but(lr=lr_at(lr_index(rung.lr) + 2 * round(math.log10(alive[0].damping / row.damping))), damping=alive[0].damping)
-    return losses.get(twin, math.inf) <= FLAT * losses[rung]
+    return losses.get(twin, math.inf) <= FLAT * losses.get(rung, math.inf) < math.inf
 
 
-def _clearly_better(
-    order: Sequence[Setting], centre: Setting | None, trials: Mapping[Setting, Record], at: int | None, get: Get
-) -> list[Setting]:
+def _clearly_better(order: Sequence[Setting], centre: Setting | None, early: Mapping[Setting, float], get: Get) -> list[Setting]:
     """The trials that did clearly better than the centre, best first; not those that have gone on and ended above it."""
-    if centre is None or centre not in trials:
+    if centre is None or centre not in early:
         return list(order)
-    ahead = [s for s in order if CLEARLY * _trial_loss(trials[s], at) < _trial_loss(trials[centre], at)]
+    ahead = [s for s in order if CLEARLY * early[s] < early[centre]]
     return [s for s in ahead if (ended := get(s)) is None or ended.score < _score(get(centre))]
+
+
+def _overtaken(winner: Setting, by: Sequence[Setting], early: Mapping[Setting, float], get: Get) -> bool:
+    """Is one of these clearly better, at the end of training as far as that has been run?"""
+    return bool(_clearly_better(by, winner, early, get)) or any(CLEARLY * _score(get(s)) < _score(get(winner)) for s in by)
 
 
 @dataclass(frozen=True)
@@ -353,25 +367,34 @@ class _Contest:
     passed: tuple[Setting, ...] = ()  # what ended lower, but explodes on some seed
 
 
-def _contest(search: Search, centre: Setting | None, challengers: Sequence[Setting], order: Sequence[Setting], get: Get) -> _Contest:
+def _contest(
+    search: Search, centre: Setting | None, challengers: Sequence[Setting], order: Sequence[Setting], sent: dict[Setting, None], get: Get
+) -> _Contest:
     """The lowest loss at the end of training, with the seed that selects, among those that explode on no seed that vets them.
 
     Without short runs all of the grid is there. With them, the centre and its challengers are run to the end, and, should the centre
     have exploded on the way, the best of the grid in its place; should all of these explode on some seed, the next best, one by one.
+    All that is `sent` competes, in this contest and later ones; runs that were made for other ends do not.
     """
     first = centre or next(iter(order), search.grid[0])
-    if search.grid_steps is not None:
-        lost = centre is not None and (ended := get(centre)) is not None and ended.score > ended.end_loss(search.grid_steps)
-        others = order[: CHALLENGERS + 1] if lost else ()
-        if unseen := tuple(s for s in dict.fromkeys((*challengers, *others)) if get(s) is None):
+    sent |= dict.fromkeys((first, *challengers))
+    if search.grid_steps is None:
+        sent |= dict.fromkeys(order)
+    elif centre is not None and (ended := get(centre)) is not None and ended.score > ended.end_loss(search.grid_steps):
+        sent |= dict.fromkeys(order[: CHALLENGERS + 1])
+    while True:
+        if unseen := tuple(s for s in sent if get(s) is None):
             return _Contest(first, unseen)
-    there = sorted((s for s in dict.fromkeys((first, *order)) if get(s) is not None), key=lambda s: _score(get(s)))
-    for i, s in enumerate(there):
-        runs = {run: get(run) for run in search.vetting(s)}
-        if not any(map(exploded, filter(None, runs.values()))):
-            to_vet = tuple(run for run, record in runs.items() if record is None)
-            return _Contest(s, to_vet, passed=tuple(there[:i]))
-    return _Contest(first, tuple(s for s in order if get(s) is None)[:1])
+        there = sorted(sent, key=lambda s: _score(get(s)))
+        for i, s in enumerate(there):
+            runs = {run: get(run) for run in search.vetting(s)}
+            if not any(map(exploded, filter(None, runs.values()))):
+                to_vet = tuple(run for run, record in runs.items() if record is None)
+                return _Contest(s, to_vet, passed=tuple(there[:i]))
+        left = [s for s in order if s not in sent]
+        if not left:
+            return _Contest(first)
+        sent[left[0]] = None
 
 
 def _score(record: Record | None) -> float:
