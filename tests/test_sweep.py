@@ -15,7 +15,7 @@ import pytest
 import kills
 from foof.study.search import sweep as module
 from foof.study.search.estimate import core_seconds, plan, remaining
-from foof.study.search.grids import VETS, Row, Search, between, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune
+from foof.study.search.grids import VETS, Row, Search, between, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune, tune_all
 from foof.study.search.store import Store
 from foof.study.search.sweep import WorkerDied, sweep
 from foof.study.train.run import run
@@ -425,6 +425,89 @@ def test_while_a_grid_is_filled_what_has_won_stands_unless_something_is_clearly_
     assert [s.lr for s in found.missing] == [0.5]
     assert (found.tuned.best.lr, len(found.tuned.records), found.tuned.searched, found.tuned.grid_done) == (0.3, 3, concluded, False)
     assert (len(found.tuned.tried), found.tuned.planned) == (4, 5)
+
+
+def courses(early, late, turn=100):
+    """Records of runs whose loss is `early` up to a step, and `late` after it, both by (lr, λ); those of infinite loss diverge."""
+
+    def run_all(settings):
+        def record(s):
+            losses = [(early if step <= turn else late)(s.lr, s.damping) for step in range(1, s.steps + 1)]
+            status = "diverged" if math.inf in losses else "finished"
+            return Record(s, status, {"step": list(range(1, s.steps + 1)), "loss": losses}, {"train_loss": losses[-1]})
+
+        return [record(s) for s in settings]
+
+    return run_all
+
+
+def test_within_its_trials_a_grid_grows_as_far_as_it_must():
+    far = tune(Search(TINY, rectangle(lr_grid(0.01, 100)), extend=1, trials=18), bowl(lr=1e-4))
+    assert (far.best.lr, far.on_edge, len(far.tried)) == (1e-4, False, 18)
+    cut = tune(Search(TINY, rectangle(lr_grid(0.01, 100)), trials=10), bowl(lr=1e-4))
+    assert (cut.best.lr, cut.on_edge, len(cut.tried)) == (0.003, True, 10)
+
+
+@pytest.mark.parametrize("alive", [0.01, 1.0, 100.0])
+def test_where_everything_explodes_every_damping_gets_smaller_learning_rates(alive):
+    def run_all(settings):
+        return [ended(s, 1.0 + abs(math.log10(s.lr / 0.03)), "finished" if s.damping == alive and s.lr < 0.1 else "diverged")
+                for s in settings]  # fmt: skip
+
+    found = tune(Search(TINY, rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0)), centre=(0.3, 1.0), trials=18), run_all)
+    assert (found.best.damping, {r.status for r in found.records}) == (alive, {"finished"})
+
+
+def test_what_explodes_late_changes_no_grid_that_it_led():
+    """λ = 1 leads at step 50 and is lost at lr 0.3 and above; its neighbours, five times worse there, are not opened for that."""
+
+    def early(lr, damping):
+        return 1 + abs(math.log10(lr / 0.3)) if damping == 1.0 else 5 + abs(math.log10(lr / 0.01))
+
+    asked = []
+    run_all = courses(early, lambda lr, damping: math.inf if damping == 1.0 and lr >= 0.3 else early(lr, damping))
+    grid = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0)), trials=18, grid_steps=50)
+    found = tune(grid, lambda settings: asked.extend(settings) or run_all(settings))
+    assert {(s.lr, s.damping) for s in asked} == {(r.setting.lr, r.setting.damping) for r in found.tried}
+    assert (found.best.lr, found.best.damping, found.on_edge, len(found.tried)) == (0.2, 1.0, False, 18)
+
+
+def test_runs_that_others_made_do_not_change_what_a_search_chooses():
+    early, late = {0.1: 1.3, 0.3: 1.0, 1.0: 1.1, 3.0: 1.2}, {0.1: 0.1, 0.3: 1.0, 1.0: 0.9, 3.0: 1.1}
+    run_all = courses(lambda lr, _: early[lr], lambda lr, _: late[lr])
+    grid, elsewhere = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0, 3.0)), grid_steps=50, extend=0), TINY.but(steps=200, lr=0.1)
+    there = {elsewhere: run_all([elsewhere])[0]}
+    assert tune(grid, run_all).best.lr == tune_all({"": grid}, run_all, there.get)[""].best.lr == 1.0
+
+
+def test_what_has_ended_clearly_lower_leaves_nothing_decided_while_it_is_vetted():
+    early, late = {0.1: 2.0, 0.3: 1.0, 1.0: 3.0, 0.2: 0.99, 0.5: 2.0}, {0.1: 2.0, 0.3: 1.0, 1.0: 3.0, 0.2: 0.2, 0.5: 2.0}
+    run_all = courses(lambda lr, _: early[lr], lambda lr, _: late[lr])
+    grid = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0)), grid_steps=50, trials=5, vets=1)
+    there: dict[Setting, Record] = {}
+    while (found := look(grid, there.get)).missing and (0.2, VETS) not in {(s.lr, s.seed) for s in found.missing}:
+        there |= {r.setting: r for r in run_all(found.missing)}
+    assert (found.tuned.best.lr, found.tuned.searched) == (0.3, False)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_while_a_grid_is_filled_stand_ins_are_where_they_were(filled):
+    long, early = TINY.but(steps=200), TINY.but(steps=100, measure=("similarity",))
+    grid = Search(long, rectangle((0.1, 0.3, 1.0)), trials=5, centre=(0.3, None), grid_steps=50, stand_ins=(early,))
+    there = {*(early.but(lr=lr, seed=i) for lr in (0.1, 0.3, 1.0) for i in range(4)), long.but(lr=0.3)}
+    there |= {long.but(lr=0.2, steps=50)} if filled else set()
+    found = look(grid, lambda s: ended(s, 1 + abs(math.log10(s.lr / 0.3))) if s in there else None)
+    assert (found.tuned.best, found.tuned.searched, found.tuned.on_edge) == (early.but(lr=0.3), True, False)
+    assert len(found.missing) == 2 - filled
+
+
+@pytest.mark.parametrize("extend", [0, 1, 3])
+def test_a_centre_of_a_row_that_explodes_gives_way_to_the_row_that_lives(extend):
+    def run_all(settings):
+        return [ended(s, 1 + abs(math.log10(s.lr / 0.3)), "finished" if s.damping == 100.0 else "diverged") for s in settings]
+
+    found = tune(Search(TINY, rectangle((0.1, 0.3, 1.0), (0.01, 1.0, 100.0)), centre=(0.3, 1.0), extend=extend), run_all)
+    assert (found.best.lr, found.best.damping) == (0.3, 100.0)
 
 
 @pytest.mark.parametrize(
