@@ -74,8 +74,9 @@ def _foof(p: Preset, d: str, T: int = 100, **options: float) -> Search:
 
 
 def _natural(p: Preset, d: str, *options: tuple[str, int | str | bool], urgency: int = 1) -> Search:
+    """Of a Fisher of few datapoints lr/λ is nearly all that matters: learning rates follow λ."""
     setting = base(p, d).but(optimizer="natural", options=options)
-    return search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=urgency)
+    return search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=urgency, ridge=(-4, 4))
 
 
 def fig1a(p: Preset, d: str) -> Runs:
