@@ -458,6 +458,13 @@ def test_where_everything_explodes_every_damping_gets_smaller_learning_rates(ali
     assert (found.best.damping, {r.status for r in found.records}) == (alive, {"finished"})
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_beside_a_centre_that_is_a_guess_the_best_go_on_even_if_not_clearly_better(known):
+    early, late = {0.1: 1.0, 0.3: 1.02, 1.0: 2.0}, {0.1: 0.1, 0.3: 1.0, 1.0: 2.0}
+    grid = Search(TINY.but(steps=200), rectangle((0.1, 0.3, 1.0)), grid_steps=50, extend=0, centre=(0.3, None), known=known)
+    assert tune(grid, courses(lambda lr, _: early[lr], lambda lr, _: late[lr])).best.lr == (0.3 if known else 0.1)
+
+
 def test_what_explodes_late_changes_no_grid_that_it_led():
     """λ = 1 leads at step 50 and is lost at lr 0.3 and above; its neighbours, five times worse there, are not opened for that."""
 

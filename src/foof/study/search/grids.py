@@ -125,8 +125,9 @@ class Search:
     more than another.
 
     With `grid_steps`, runs of the grid stop there, and are compared by their mini-batch losses just before (longer runs too: a
-    short run is the beginning of a long one). The best of them go on to the end, and so does the best of each other row that is not
-    OPEN times worse: small λ lead early, and may end above large ones. What ends lowest replaces the centre.
+    short run is the beginning of a long one). The best of them go on to the end, beside a known centre if they are clearly better, and so
+    does the best of each other row that is not OPEN times worse: small λ lead early, and may end above large ones. What ends lowest
+    replaces the centre.
     """
 
     base: Setting
@@ -300,7 +301,7 @@ def look(search: Search, get: Get) -> Look:
         growing = current.may_become(wider, rounds)
         if not growing:
             alive = [s for s in order if early[s] < math.inf]
-            challengers = [*(clear if centre else alive)[:CHALLENGERS], *current.leaders(alive, early)]
+            challengers = [*(clear if centre and search.known else alive)[:CHALLENGERS], *current.leaders(alive, early)]
             contest = _contest(search, centre, challengers, alive, sent, get)
             winner = contest.winner
             if contest.missing:
