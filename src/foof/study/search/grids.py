@@ -257,7 +257,7 @@ class Tuned:
     searched: bool = True  # the settings come from a search, here or in the paper
     grid_done: bool = True  # all of the grid has been run
     grid_steps: int | None = None  # where `tried` were compared; None: at their ends
-    planned: int = 0  # settings of the grid
+    planned: int = 0  # settings of the grid, when it is full
     selecting: bool = False  # none of the seeds that report has been run: `records` is the one that selects
     to_the_end: bool = True  # `records` are of whole runs, not of beginnings that stand in for them
     early_gain: float = 1.0  # how many times lower the best of `tried` was where they were compared: what choosing it there had gained
@@ -316,7 +316,7 @@ def look(search: Search, get: Get) -> Look:
             standing, behind = _report(search, winner, get, not growing and search.searched).tuned, trials
         current, rounds = wider, rounds + growing
     found = _report(search, winner, get, search.searched)
-    done = found.tuned and replace(_with_grid(found.tuned, current, winner, trials), grid_done=True)
+    done = found.tuned and replace(_with_grid(found.tuned, current, winner, trials), grid_done=True, planned=len(current.grid))
     return Look(found.missing, done)
 
 
@@ -326,7 +326,8 @@ def _with_grid(found: Tuned, grid: Search, best: Setting, trials: Mapping[Settin
     losses = _losses(trials, at)
     edge = best not in grid.grid or (grid.around(best, losses) != grid and not _flat(grid, best, losses))
     gain = _trial_loss(trials[best], at) / min(_trial_loss(r, at) for r in trials.values()) if at and best in trials else 1.0
-    return replace(found, tried=tuple(trials.values()), on_edge=edge, grid_steps=at, planned=len(grid.grid), early_gain=gain)
+    planned = max(len(grid.grid), grid.trials)
+    return replace(found, tried=tuple(trials.values()), on_edge=edge, grid_steps=at, planned=planned, early_gain=gain)
 
 
 def _flat(grid: Search, best: Setting, losses: Mapping[Setting, float]) -> bool:
