@@ -60,7 +60,7 @@ def _natural(setting: Setting, layers: list[tuple[int, int]], N: int, columns: i
 
 
 def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int, float]:
-    """How many runs are left, and their core-seconds: seeds and first grids; grids that grow come on top."""
+    """How many runs are left, and their core-seconds: seeds and first grids; trials by which grids grow or are filled come on top."""
     wanted: dict[Setting, None] = {}
     there = set(done)
     for search in searches:

@@ -1,8 +1,9 @@
 """The paper's protocol for hyperparameters (Appendix D.2).
 
-Learning rates from {1, 3}·10^i, damping from 10^(2i) (or 10^i); grids extended while the best lies on an edge; best by
-the training loss at the end of training, of what explodes on no seed that selects. Those seeds (0, and 100, 101, ... for what leads) are
-not among those that report (1, 2, ...): what explodes on these is reported so.
+Learning rates from {1, 3}·10^i, damping from 10^(2i) (or 10^i); grids extended while the best lies on an edge, and filled between their
+learning rates up to as many trials as others have; best by the training loss at the end of training, of what explodes on no seed that
+selects. Those seeds (0, and 100, 101, ... for what leads) are not among those that report (1, 2, ...): what explodes on these is
+reported so.
 """
 
 from __future__ import annotations
