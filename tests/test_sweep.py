@@ -14,7 +14,7 @@ import pytest
 
 import kills
 from foof.study.search import sweep as module
-from foof.study.search.estimate import core_seconds, plan, remaining
+from foof.study.search.estimate import core_seconds, hours, remaining
 from foof.study.search.grids import VETS, Row, Search, between, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune, tune_all
 from foof.study.search.store import Store
 from foof.study.search.sweep import WorkerDied, sweep
@@ -609,14 +609,31 @@ def test_nothing_is_concluded_while_a_clearly_better_challenger_waits(gain, conc
     assert (found.tuned.searched, {(s.lr, s.steps) for s in found.missing}) == (concluded, {(asked, 200)})
 
 
-def test_the_plan_counts_seeds_in_full_and_the_rest_of_a_grid_in_short():
+def test_what_remains_counts_seeds_in_full_and_the_rest_of_a_grid_in_short():
     around = Search(TINY, rectangle(lr_grid(0.1, 1)), centre=(0.3, None), grid_steps=2)
     seeds, trials = [TINY.but(lr=0.3, seed=i) for i in range(4)], [TINY.but(lr=lr, steps=2) for lr in (0.1, 1.0)]
-    assert plan([around]) == (6, pytest.approx(sum(map(core_seconds, [*seeds, *trials]))))
-    assert plan([around], [*seeds, TINY.but(lr=1.0)])[0] == 1
-    free = Search(TINY, rectangle((0.1, 0.3)))
-    assert plan([free])[0] == 5
-    assert plan([free], [*free.grid, *seeds])[0] == 0
+    left = remaining(around, lambda s: None)
+    assert (len(left), hours(left)) == (6, pytest.approx(sum(map(core_seconds, [*seeds, *trials])) / 3600))
+    there = {s: ended(s, 2 - (s.lr == 0.3)) for s in [*seeds, TINY.but(lr=1.0)]}
+    assert remaining(around, there.get) == [TINY.but(lr=0.1, steps=2)]
+    assert len(remaining(Search(TINY, rectangle((0.1, 0.3))), lambda s: None)) == 5
+
+
+@pytest.mark.parametrize("trials", [3, 9])
+def test_what_remains_counts_the_trials_that_fill_a_grid(trials):
+    """Of which only the number is known before: where they lie is seen when the others are there."""
+    grid = Search(TINY, rectangle(lr_grid(0.03, 1), (0.1,)), trials=trials)
+    assert len(remaining(grid, lambda s: None)) == max(trials, 4) + 3
+    known = {}
+
+    def count(settings):
+        known.update((s, ended(s, s.lr)) for s in settings)
+        return [known[s] for s in settings]
+
+    count(grid.grid)
+    assert len(remaining(grid, known.get)) == max(trials - 4, 0) + 3
+    tune(grid, count)
+    assert remaining(grid, known.get) == []
 
 
 def test_divergence_never_wins():

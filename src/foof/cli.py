@@ -45,7 +45,7 @@ try:
     )  # fmt: skip
     from foof.study.paper.verdicts import Ruling, deciding, of
     from foof.study.search import store, sweep
-    from foof.study.search.estimate import plan
+    from foof.study.search.estimate import hours, remaining
     from foof.study.search.grids import RunAll, Search, damping_grid, lr_grid, rectangle, tune
     from foof.study.search.presets import PRESETS, Preset
     from foof.study.show import report
@@ -136,12 +136,13 @@ def _show(outcomes: Sequence[Outcome]) -> None:
 def _announce(experiments: Sequence[Experiment], size: Preset, into: store.Store, workers: int | None) -> None:
     """How much there is to do, before it is begun."""
     searches = [search for e in experiments for search in e.searches(size).values()]
-    runs, seconds = plan(searches, [record.setting for record in into])
-    cores = workers or os.cpu_count() or 1
+    get = remembered(into)
+    runs = list(dict.fromkeys(s for search in searches for s in remaining(search, get)))
+    minutes, cores = 60 * hours(runs), workers or os.cpu_count() or 1
     console.print(f"[bold]foof reproduce[/] · {size.name} ({size.about})")
     if runs:
-        console.print(f"{runs} runs to do (grids may grow, winners run again with all seeds): about {seconds / 60:.0f} core-minutes, "
-                      f"{seconds / 60 / cores:.0f} minutes on {cores} idle cores. Ctrl-C loses at most the runs in hand.",
+        console.print(f"{len(runs)} runs to do (grids may grow, winners run again with all seeds): about {minutes:.0f} core-minutes, "
+                      f"{minutes / cores:.0f} minutes on {cores} idle cores. Ctrl-C loses at most the runs in hand.",
                       highlight=False)  # fmt: skip
 
 

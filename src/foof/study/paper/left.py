@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from foof.study.paper.experiments import Outcome
 from foof.study.paper.verdicts import Ruling
-from foof.study.search.estimate import core_seconds
-from foof.study.train.setting import Setting
+from foof.study.search.estimate import hours
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,3 @@ def total(outcomes: Sequence[Outcome]) -> tuple[int, float]:
     """Runs that are left, and their core-hours."""
     runs = tuple(dict.fromkeys(s for o in outcomes for s in o.left))
     return len(runs), hours(runs)
-
-
-def hours(runs: Sequence[Setting]) -> float:
-    return sum(map(core_seconds, runs)) / 3600

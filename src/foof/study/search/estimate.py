@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from foof.study.search.grids import Get, Search, look
-from foof.study.train.setting import Record, Setting
+from foof.study.search.grids import SELECTS, Get, Search, look
+from foof.study.train.setting import Setting
 
 RATE = 7e10  # multiplications and additions per second of one core in large products
 TOUCH = 3e-9  # seconds per parameter and step that no product explains
@@ -59,31 +59,26 @@ def _natural(setting: Setting, layers: list[tuple[int, int]], N: int, columns: i
     return 6 * columns * sum(m * n for m, n in layers) + gram + factors * columns**3 / 3
 
 
-def plan(searches: Iterable[Search], done: Iterable[Setting] = ()) -> tuple[int, float]:
-    """How many runs are left, and their core-seconds: seeds and first grids; trials by which grids grow or are filled come on top."""
-    wanted: dict[Setting, None] = {}
-    there = set(done)
-    for search in searches:
-        if (centre := search.middle) is not None:
-            wanted |= dict.fromkeys([centre, *search.reports(centre)])
-        tried = {s for s in search.grid if search.trial(s, lambda x: Record(x, "finished") if x in there else None)}
-        untried = [search.short(s) for s in search.grid if s not in wanted and s not in tried]
-        wanted |= dict.fromkeys(untried)
-        if untried and centre is None:  # its winner, whichever it is
-            wanted |= dict.fromkeys([*search.vetting(untried[0])[1:], *search.reports(untried[0])])
-    left = [setting for setting in wanted if setting not in there]
-    return len(left), sum(map(core_seconds, left))
-
-
 def remaining(search: Search, get: Get) -> list[Setting]:
-    """The runs that a search lacks: what comes next, the rest of its first grid, and the seeds of what seems to win."""
-    grid = [search.short(s) for s in search.grid if s != search.middle and search.trial(s, get) is None]
-    begun = search.middle is None or get(search.middle) is not None
+    """The runs that a search lacks, as it looks now: what comes next, the other trials, and the seeds of what seems to win.
+
+    Trials that are still to be chosen are those of its first grid, filled; what goes on to the end of training comes on top.
+    """
     found = look(search, get)
-    seeds: list[Setting] = []
-    if grid or not begun:
-        winner = search.middle or search.grid[0]
-        seeds = [*search.vetting(winner)[1:], *search.reports(winner)]
-    elif search.vets and found.tuned:
-        seeds = search.reports(found.tuned.best)
-    return [s for s in dict.fromkeys((*found.missing, *grid, *seeds)) if get(s) is None]
+    if not found.missing:
+        return []
+    grid = search.filled({}).grid
+    tried = {s for s in grid if search.trial(s, get)}
+    next_ = {s for s in found.missing if s.seed == SELECTS and s == search.short(s)}
+    to_come = len(grid) - len(next_) - max(len(tried), len(found.tuned.tried) if found.tuned else 0)
+    others = [s for s in map(search.short, (s for s in grid if s not in tried and s != search.middle)) if s not in next_]
+    winner = search.middle or search.grid[0]
+    if found.tuned:
+        winner = found.tuned.best.but(steps=search.base.steps, measure=search.base.measure)
+    wanted = (*found.missing, *others[: max(to_come, 0)], *search.vetting(winner)[1:], *search.reports(winner))
+    return [s for s in dict.fromkeys(wanted) if get(s) is None]
+
+
+def hours(runs: Iterable[Setting]) -> float:
+    """Of one core."""
+    return sum(map(core_seconds, runs)) / 3600
