@@ -1,5 +1,5 @@
-"""Write what README and docs/study.md take from the committed records: pictures, caption, findings; which verdicts changed and why; what is
-left to run at the paper's scale; the convolutional half at the reduced one, beside the published curves."""
+"""Write what README and docs take from the committed records: pictures, caption, findings; the claims of Figs. 1 to 4 and the trials behind
+them; which verdicts changed and why; what is left to run; the convolutional half at the reduced scale, beside the published curves."""
 
 import re
 from collections import Counter
@@ -11,6 +11,7 @@ from foof.study.paper.changes import UNTIL, changes
 from foof.study.paper.experiments import Outcome, committed, experiments_of
 from foof.study.paper.left import left, total
 from foof.study.paper.searches import FOOF_10
+from foof.study.paper.trials import trials
 from foof.study.paper.verdicts import Ruling, Verdict
 from foof.study.search.presets import PRESETS
 from foof.study.show.drawings import Curves, draw
@@ -21,7 +22,7 @@ from foof.study.show.svg import curves_svg, side_by_side
 
 ROOT = Path(__file__).parents[1]
 PICTURE, BOARD, README = ROOT / "docs/img/loss.svg", ROOT / "docs/img/scoreboard.svg", ROOT / "README.md"
-STUDY, SMALL, SMALL_BOARD = ROOT / "docs/study.md", ROOT / "docs/img/reduced.svg", ROOT / "docs/img/scoreboard-reduced.svg"
+JUDGING, SMALL, SMALL_BOARD = ROOT / "docs/judging.md", ROOT / "docs/img/reduced.svg", ROOT / "docs/img/scoreboard-reduced.svg"
 PAPER, REDUCED = PRESETS["paper"], PRESETS["reduced"]
 
 
@@ -133,6 +134,30 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)]
 
 
+def _core(found: list[Outcome]) -> list[Outcome]:
+    """Figs. 1 to 4 on Fashion-MNIST."""
+    return [o for o in found if o.experiment.figure[:4] in ("fig1", "fig2", "fig3", "fig4") and o.experiment.dataset == "fashion-mnist"]
+
+
+def claims(found: list[Outcome]) -> str:
+    """Verdict, ratios and rule of every claim of Figs. 1 to 4."""
+    judged = _verdicts(_core(found))
+    counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(judged))
+    rows = [(f"`{v.id}`", v.where, v.claim, str(v.ruling), "; ".join(str(c.effect) for c in v.conditions), v.rule) for v in judged]
+    header = ("Claim", "Where", "It says", "Verdict", "Ratio", "Holds if")
+    return "\n".join([f"Of {len(judged)}, {counts}.", "", *_table(header, rows)]) + "\n"
+
+
+def tuned(found: list[Outcome]) -> str:
+    """How each curve of Figs. 1 to 4 came by its settings."""
+    rows = [
+        (t.where.rpartition(", ")[2], t.curve, f"{t.run}/{t.planned}", str(t.lost), str(t.to_the_end), t.best, t.state, str(t.seeds))
+        for t in trials(_core(found))
+    ]
+    header = ("Figure", "Curve", "Trials", "Lost", "To the end", "Best (lr, λ)", "State", "Seeds")
+    return "\n".join(_table(header, rows)) + "\n"
+
+
 def changed(found: list[Outcome]) -> str:
     """The verdicts that were others, and why."""
     rows = [(f"`{c.verdict.id}`", c.was, c.ratio, str(c.verdict.ruling), c.now, c.why) for c in changes(_verdicts(found))]
@@ -149,7 +174,10 @@ def lacking(found: list[Outcome]) -> str:
     return "\n".join([*lines, *_table(("Experiment", "Where", "Statements", "Runs", "Core-hours"), rows)]) + "\n"
 
 
-BLOCKS = {README: {"caption": caption, "findings": findings}, STUDY: {"changed": changed, "left": lacking}}
+BLOCKS = {
+    README: {"caption": caption, "findings": findings},
+    JUDGING: {"claims": claims, "trials": tuned, "changed": changed, "left": lacking},
+}
 
 
 if __name__ == "__main__":
