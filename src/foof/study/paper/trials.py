@@ -19,7 +19,7 @@ class Trials:
     planned: int
     run: int
     lost: int  # diverged or exploded
-    to_the_end: int  # of those tried, run as long as the winner
+    to_the_end: int  # of those tried, as long as the longest
     compared_at: int | None  # step; None: at their ends
     on_edge: bool
     best: str
@@ -42,10 +42,11 @@ def trials(outcomes: Sequence[Outcome]) -> list[Trials]:
 
 def _trials(o: Outcome, label: str, t: Tuned) -> Trials:
     best = f"{t.best.lr:g}" + ("" if t.best.damping is None else f", {t.best.damping:g}" if isinstance(t.best.damping, float) else ", auto")
+    longest = max(t.best.steps, *(r.setting.steps for r in t.tried))
     momentum = t.best.option("momentum") if t.best.optimizer == "sgd" else None
     return Trials(
         o.experiment.id, o.experiment.where, label, t.planned, len(t.tried), sum(map(exploded, t.tried)),
-        sum(r.setting.steps >= t.best.steps for r in t.tried), t.grid_steps, t.on_edge,
+        sum(r.setting.steps == longest for r in t.tried), t.grid_steps, t.on_edge,
         best + (f", momentum {momentum:g}" if momentum else ""), 0 if t.selecting else len(t.records),
         t.grid_done,
     )  # fmt: skip

@@ -143,6 +143,7 @@ class Search:
     urgency: int = 0  # of several searches, lower ones are run first
     grid_steps: int | None = None  # None: all steps
     stand_ins: tuple[Setting, ...] = ()  # bases of runs that are as good as the grid's own: same method, more measured
+    shown: Setting | None = None  # base of the runs that report, where they are not those of the grid: shorter ones, with more measured
 
     @property
     def grid(self) -> list[Setting]:
@@ -168,7 +169,11 @@ class Search:
     def reports(self, setting: Setting) -> list[Setting]:
         """The runs that report a setting: none of them was looked at to choose it. Of a single setting nothing is chosen."""
         first = SELECTS + 1 if len(self.grid) > 1 else SELECTS
-        return [setting.but(seed=first + i) for i in range(self.seeds)]
+        return [self.reported(setting).but(seed=first + i) for i in range(self.seeds)]
+
+    def reported(self, setting: Setting) -> Setting:
+        """A setting of the grid as it is run to be reported."""
+        return self.shown.but(lr=setting.lr, damping=setting.damping) if self.shown else setting
 
     def vetting(self, setting: Setting) -> list[Setting]:
         """The runs none of which may explode, if a setting of several is to win."""
@@ -432,12 +437,12 @@ def _report(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
 
     While there are none: those of its beginning, if that has been run for other ends; or else the one that selected it.
     """
-    wanted = search.reports(setting)
+    wanted, whole = search.reports(setting), search.reported(setting)
 
     def known(base: Setting) -> tuple[Record, ...]:
         return tuple(record for s in wanted if (record := get(base.but(lr=s.lr, damping=s.damping, seed=s.seed))))
 
-    bases = [setting, *search.stand_ins]
+    bases = [whole] if search.shown else [whole, *search.stand_ins]
     base = next((b for b in bases if known(b)), next((b for b in bases if get(b.but(lr=setting.lr, damping=setting.damping))), None))
     missing = tuple(s for s in wanted if get(s) is None)
     if base is None:
@@ -445,7 +450,7 @@ def _report(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
     best = base.but(lr=setting.lr, damping=setting.damping)
     chosen = get(best)
     shown, tried = known(base) or ((chosen,) if chosen else ()), ((chosen,) if chosen else ())
-    tuned = Tuned(best, shown, tried, False, searched, False, None, len(search.grid), not known(base), best.steps == setting.steps)
+    tuned = Tuned(best, shown, tried, False, searched, False, None, len(search.grid), not known(base), best.steps == whole.steps)
     return Look(missing, tuned)
 
 
