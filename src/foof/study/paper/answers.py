@@ -32,6 +32,7 @@ class Question:
 
     text: str
     comparisons: tuple[Comparison, ...]
+    why: str = ""  # at the paper's scale: what decides it, as the experiments' notes have it
 
 
 QUESTIONS = (
@@ -67,6 +68,7 @@ class Answer:
     question: str
     ruling: Ruling
     parts: tuple[tuple[str, Measured], ...]  # setting in words, and what came out
+    why: str = ""
 
     @property
     def word(self) -> str:
@@ -99,5 +101,6 @@ def answers(outcomes: Sequence[Outcome]) -> list[Answer]:
         wanted = {c for c in question.comparisons if c.experiment in there and not CATALOGUE[c.experiment].nets}
         parts = tuple((_where(c, there), m) for c, m in asked if m.ruling is not Ruling.NOT_RUN or c in wanted)
         ruling = next((m.ruling for _, m in parts if m.ruling is not Ruling.NOT_RUN), Ruling.NOT_RUN)
-        found.append(Answer(question.text, ruling, parts))
+        at_its_scale = any(o.preset.centred for o in outcomes)
+        found.append(Answer(question.text, ruling, parts, question.why if at_its_scale else ""))
     return found

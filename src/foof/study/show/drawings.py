@@ -45,6 +45,7 @@ class Curves:
     y: str = "training loss"
     log: bool = True
     x: str = "step"
+    keep: float = 0.0  # how much the curves are smoothed
 
     def figure(self) -> go.Figure:
         return curves_figure(self.curves, self.heading, self.y, self.log, self.published, self.x)
@@ -144,7 +145,7 @@ def losses(figure: str, dataset: str, found: Found, preset: Preset, series: str 
         what = "Training loss" if figure in ("fig1d", "fig2a", "fig2c") else "Training loss of mini-batches"
         heading = what + (", weights averaged" if series != "loss" else "") + (f", smoothed as in the paper ({keep:g})" if keep else "")
         heading = _marked(heading + (f", as in Fig. {panel.name}" if len(panels) > 1 and panel else ""), preset)
-        drawn.append(Curves(heading, curves, _behind(panel) if preset.centred else []))
+        drawn.append(Curves(heading, curves, _behind(panel) if preset.centred else [], keep=keep))
     return [*drawn, *_published_alone(figure, dataset, preset, "training loss"), *_searched(found, preset)]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import plotly.graph_objects as go
 
 from foof.study.paper import published
 from foof.study.paper.experiments import Outcome
@@ -13,7 +15,8 @@ from foof.study.paper.searches import HEURISTIC, KFAC, RELEASED, SGD, STANDARD
 from foof.study.paper.verdicts import Spread, Verdict, spread
 from foof.study.search.grids import Tuned
 from foof.study.search.presets import Preset
-from foof.study.show.plots import smooth
+from foof.study.show.drawings import Curves, draw
+from foof.study.show.plots import curve, smooth
 from foof.study.train.setting import Record, Setting
 
 NAMES = {
@@ -32,6 +35,7 @@ class Headline:
     sentence: str
     rows: list[dict[str, str]]
     verdicts: list[Verdict]
+    figure: go.Figure
 
 
 def headline(candidates: Sequence[tuple[Preset, Sequence[Outcome]]]) -> Headline | None:
@@ -60,7 +64,15 @@ def _headline(preset: Preset, a: Outcome, b: Outcome) -> Headline:
            "released-similarity")  # fmt: skip
     verdicts = [v for o in (a, b) for v in o.verdicts if v.id in ids]
     about = preset.about + ("" if preset.centred else ". At the paper's scale there are no records of both dampings yet")
-    return Headline(preset.name, about, _sentence(a, losses, until) + _at_the_end(a, until, preset.base.steps), rows, verdicts)
+    sentence = _sentence(a, losses, until) + _at_the_end(a, until, preset.base.steps)
+    return Headline(preset.name, about, sentence, rows, verdicts, _figure(a))
+
+
+def _figure(a: Outcome) -> go.Figure:
+    """All methods from the first step to the last, the published ones, which end earlier, behind them."""
+    panel = next(d for d in draw(a) if isinstance(d, Curves))
+    whole = [curve(tuned.records, label, keep=panel.keep) for label, tuned in a.found.items()]
+    return replace(panel, curves=whole, heading=f"{panel.heading}, to the end of training").figure()
 
 
 def _sentence(a: Outcome, losses: dict[str, Spread], until: int) -> str:

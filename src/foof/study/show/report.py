@@ -214,8 +214,8 @@ def render(
     return env.get_template("report.html").render(
         lines=found, sections=sections, waiting=waiting, facts=said, rulings=[(r, counts[r]) for r in Ruling], headline=top,
         figure_json=_figure_json, label=_label, plotly_js=get_plotlyjs(), groups=first.groups, answers=first.answers,
-        board_preset=first.preset, brief=brief, bar=bar_svg, trials=tuning, not_run=sum(not line.shown for line in found), mark=mark,
-        changes=first.changes, left=first.left, total=first.total, until=UNTIL,
+        board_preset=first.preset, brief=brief, bar=bar_svg, deciding=deciding, trials=tuning, mark=mark,
+        not_run=sum(not line.shown for line in found), changes=first.changes, left=first.left, total=first.total, until=UNTIL,
     )  # fmt: skip
 
 

@@ -71,25 +71,23 @@ def bar(c: Condition, x: float = 0.0, y: float = 0.0) -> str:
     return "".join(parts)
 
 
-def bar_svg(v: Verdict) -> str:
-    """The bar of a verdict alone, for a page; empty where nothing was measured."""
-    c = deciding(v)
+def bar_svg(c: Condition | None) -> str:
+    """A bar alone, for a page; empty where nothing was measured."""
     if c is None:
         return ""
     size = f'viewBox="-4 0 {BAR + 8} {TALL}" width="{BAR + 8}" height="{TALL}"'
     return f'<svg class="effect" {size} role="img" aria-label="{escape(str(c.effect))}">{bar(c)}</svg>'
 
 
-def brief(v: Verdict) -> str:
-    """A ratio and its interval in few letters."""
-    c = deciding(v)
+def brief(c: Condition | None, interval: bool = True) -> str:
+    """A ratio, and its interval, in few letters."""
     if c is None or math.isnan(c.effect.ratio):
         return ""
     e = c.effect
     if e.low == e.high and (math.isinf(e.ratio) or not e.ratio):
         return "diverges" if e.ratio else "other diverges"
     ratio, low, high = e.numbers(2)
-    return f"{ratio}×" + (f" ({low}–{high})" if e.n > 1 else " (n = 1)")
+    return f"{ratio}×" + ((f" ({low}–{high})" if e.n > 1 else " (n = 1)") if interval else "")
 
 
 WIDTH, COLUMNS, CELL, GAP = 880, 3, 50, 6
@@ -114,7 +112,7 @@ def scoreboard_svg(verdicts: Sequence[Verdict], heading: str) -> str:
                 f'<rect class="cell {CLASSES[v.ruling]}" x="{x:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{CELL}" rx="6"/>',
                 f'<text class="name" x="{x + 8:.1f}" y="{top + 19:.1f}">{MARKS[v.ruling]} {escape(name)}</text>',
                 f'<text class="muted" x="{x + wide - 8:.1f}" y="{top + 19:.1f}" text-anchor="end">{escape(place if fits else "")}</text>',
-                f'<text class="muted" x="{x + 8:.1f}" y="{top + 39:.1f}">{escape(brief(v))}</text>',
+                f'<text class="muted" x="{x + 8:.1f}" y="{top + 39:.1f}">{escape(brief(c))}</text>',
                 bar(c, x + wide - BAR - 10, top + 28) if c else "", "</g>",
             ]  # fmt: skip
         y += math.ceil(len(group.verdicts) / COLUMNS) * (CELL + GAP) + 8
