@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from foof.study.search.grids import SELECTS, Get, Search, look
+from foof.study.train.methods import by_conjugate_gradients
 from foof.study.train.setting import Setting
 
 RATE = 7e10  # multiplications and additions per second of one core in large products
 TOUCH = 3e-9  # seconds per parameter and step that no product explains
+ITERATIONS = 200  # of conjugate gradients, twice as many as there are, since they are in float64
 EIGEN = 8  # products of the matrix's size that its eigenvectors cost
 PIXELS = {"fashion-mnist": 784, "mnist": 784, "olivetti": 4096, "cifar-10": 3072, "cifar-100": 3072, "svhn": 3072,
           "faces": 625}  # fmt: skip
@@ -47,7 +49,8 @@ def core_seconds(setting: Setting) -> float:
         work += sum(2 * m * n * (m + n) + EIGEN * (m**3 + n**3) / T for m, n in layers)
     if kind == "natural":
         columns = setting.option("fisher_batch", N) * (9 if setting.option("fisher") == "full" else 1)
-        work += 4 * columns * weights + _natural(setting, layers, N, columns) / T
+        solved = ITERATIONS * 4 * N * weights if by_conjugate_gradients(setting) else _natural(setting, layers, N, columns)
+        work += 4 * columns * weights + solved / T
     return setting.steps * (work / RATE + TOUCH * weights)
 
 
