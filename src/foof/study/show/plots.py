@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 
 from foof.study.paper.toy import Toy
 from foof.study.paper.verdicts import Spread
-from foof.study.search.grids import Tuned
+from foof.study.search.grids import Tuned, exploded
 from foof.study.train.methods import title
 from foof.study.train.setting import Record, Setting
 
@@ -183,7 +183,7 @@ ROW = 22  # pixels of a row of a map
 
 def map_figure(searches: Mapping[str, Tuned], heading: str) -> go.Figure:
     """The loss over learning rate and λ, one row for each λ of each method: colours are losses at the last step that all trials of a
-    method have, crosses have diverged, a ring marks what was chosen."""
+    method have, crosses have diverged or exploded, a ring marks what was chosen."""
     figure, rows = go.Figure(), []
     for label, tuned in searches.items():
         step = min(r.setting.steps for r in tuned.tried)
@@ -201,13 +201,14 @@ def map_figure(searches: Mapping[str, Tuned], heading: str) -> go.Figure:
     )  # fmt: skip
     if lost:
         figure.add_scatter(
-            x=[row["lr"] for row in lost], y=[row["name"] for row in lost], mode="markers", name="diverged",
-            marker={"symbol": "x", "size": 10, "color": "#8a8f98"}, hovertemplate="lr %{x} diverged<extra>%{y}</extra>",
+            x=[row["lr"] for row in lost], y=[row["name"] for row in lost], mode="markers", name="diverged or exploded",
+            marker={"symbol": "x", "size": 10, "color": "#8a8f98"}, hovertemplate="lr %{x}: diverged or exploded<extra>%{y}</extra>",
         )  # fmt: skip
     names = list(dict.fromkeys(row["name"] for row in rows))
     figure.update_xaxes(title="learning rate", type="log", dtick=1, exponentformat="power")
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1], automargin=True)
-    return style(figure, heading, height=120 + ROW * len(names)).update_layout(hovermode="closest")
+    # the page writes names above their rows where it is narrow
+    return style(figure, heading, height=120 + ROW * len(names)).update_layout(hovermode="closest", meta={"rows": names})
 
 
 def _map_point(label: str, tuned: Tuned, r: Record, loss: float) -> dict[str, Any]:
@@ -216,7 +217,7 @@ def _map_point(label: str, tuned: Tuned, r: Record, loss: float) -> dict[str, An
     )  # fmt: skip
     row = row_name(r.setting)
     name = label if not row or row in label else f"{label}, {row}"
-    return {"lr": r.setting.lr, "name": name, "loss": loss if math.isfinite(loss) else math.inf, "best": chosen}
+    return {"lr": r.setting.lr, "name": name, "loss": math.inf if exploded(r) or math.isnan(loss) else loss, "best": chosen}
 
 
 def toy_figure(example: Toy) -> go.Figure:
