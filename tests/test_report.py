@@ -225,6 +225,38 @@ def test_stability_is_judged_by_the_odds_of_trials_to_explode():
     assert "b: 5 of 9 trials; a: 0 of 9 trials diverge" in ruling(0, 5).text
 
 
+def test_stability_is_judged_in_as_many_steps_of_every_trial():
+    """Of b three short trials live, and three long ones, which diverge, explode and come back, or go over, later than these end."""
+
+    def trial(lr, steps, status="finished", exploded_at=None):
+        losses = [20.0 if step == exploded_at else 1.0 for step in range(1, 1 + (exploded_at if status == "diverged" else steps))]
+        return Record(Setting(lr=lr, steps=steps), status, {"step": list(range(1, 1 + len(losses))), "loss": losses}, {"train_loss": 1.0})
+
+    late = [trial(1.0, 40, "diverged", 30), trial(2.0, 40, "finished", 30), *(trial(lr, 10) for lr in (3.0, 4.0, 5.0))]
+    soon = [trial(1.0, 40, "diverged", 5), trial(2.0, 40, "finished", 5), trial(3.0, 10, "finished", 10)]
+    found = {label: replace(tuned(label, [1.0])[label], tried=tuple(tried)) for label, tried in (("a", late), ("b", soon))}
+    measured = decide(ExplodesMore("a", "b"), found, None)
+    assert "b: 3 of 3 trials; a: 0 of 5 trials diverge or explode within 10 steps" in measured.text
+
+
+def test_nothing_is_decided_by_a_part_of_a_search_or_of_the_seeds():
+    found = {**tuned("a", [1.0, 1.1, 0.9]), **tuned("b", [1.8, 1.9, 1.7])}
+    rule = lower(Term("a"), Term("b"))
+    assert decide(rule, found, None).ruling is Ruling.HOLDS
+    for state, why in (({"grid_done": False}, "the search for settings is not finished"), ({"seeds": 5}, "not all seeds that report")):
+        part = decide(rule, {**found, "b": replace(found["b"], **state)}, None)
+        assert part.ruling is Ruling.UNDECIDED
+        assert f"({why}" in part.text
+
+
+def test_what_is_much_worse_is_not_shown_to_be_better_than_is_said():
+    """"Not notably better" holds up to three times worse, is undecided beyond, and is refuted only by what is better."""
+    rules = [Between(Term("a"), Term(name), 1 / 1.5, 3.0, open_above=True) for name in "bcd"]
+    found = {**tuned("a", [1.0] * 3), **tuned("b", [2.0] * 3), **tuned("c", [6.0] * 3), **tuned("d", [0.5] * 3)}
+    assert [decide(rule, found, None).ruling for rule in rules] == [Ruling.HOLDS, Ruling.UNDECIDED, Ruling.FAILS]
+    assert "refuted below, undecided above" in rules[0].text()
+
+
 def test_a_beginning_is_no_match_for_what_was_chosen_at_the_end():
     """Of b there is the beginning only, at which it was chosen. a was chosen at the end, and could have been 1.5 times better there."""
     found = {**tuned("a", [1.0, 1.1, 0.9]), **tuned("b", [0.8, 0.88, 0.72])}
@@ -256,7 +288,8 @@ def test_five_seeds_report_what_takes_minutes_three_what_takes_longer_and_twenty
     assert {s.seeds for s in fig1a.values()} == {5}
     assert {(s.seeds, s.vets) for s in fig2a.values()} == {(20, 5)}
     assert [s.seeds for s in fig1c.values()] == [5, 3, 3]
-    assert (fig3a[STANDARD].seeds, RUNS["fig1d"](PAPER, "fashion-mnist")["Natural gradient, full Fisher"].seeds) == (3, 3)
+    assert fig3a[STANDARD].seeds == 3
+    assert {(s.seeds, s.vets) for s in RUNS["fig1d"](PAPER, "fashion-mnist").values()} == {(5, 5)}
     assert [s.seed for s in fig1a[SGD].reports(fig1a[SGD].middle)] == [1, 2, 3, 4, 5]
     assert {s.seeds for s in RUNS["fig1a"](QUICK, "fashion-mnist").values()} == {3}
 
@@ -295,7 +328,7 @@ def test_nothing_is_decided_without_a_search():
 
 
 def test_a_report_makes_the_best_of_what_is_there(tmp_path):
-    """With a few records of the preset paper: the claims they decide are decided, all others are said not to have been run."""
+    """With a few records of the preset paper: what they say is shown, and undecided; all other claims are said not to have been run."""
     fig1a = RUNS["fig1a"](PAPER, "fashion-mnist")
     with Store(":memory:") as store:
         for label, seeds in ((KFAC, 3), (SGD, 4)):
@@ -303,8 +336,9 @@ def test_a_report_makes_the_best_of_what_is_there(tmp_path):
                 store.put(made_up(fig1a[label].middle.but(seed=seed)))
         outcomes = recall(list(experiments_of(PAPER).values()), PAPER, remembered(store))
     verdicts = {v.id: v for o in outcomes for v in o.verdicts}
-    assert verdicts["kfac-vs-sgd"].ruling is Ruling.HOLDS
+    assert verdicts["kfac-vs-sgd"].ruling is Ruling.UNDECIDED
     assert "n = 2" in verdicts["kfac-vs-sgd"].measured
+    assert "the search for settings is not finished" in verdicts["kfac-vs-sgd"].measured
     assert verdicts["kfac-vs-natural"].ruling is Ruling.NOT_RUN
     assert verdicts["kfac-vs-sgd-mnist"].ruling is Ruling.NOT_RUN
     text = report.write(tmp_path / "r.html", outcomes, PAPER).read_text(encoding="utf-8")
@@ -315,7 +349,7 @@ def test_a_report_makes_the_best_of_what_is_there(tmp_path):
     smaller = [Verdict(v.id, v.where, v.claim, "", "", Ruling.UNDECIDED) for v in verdicts.values()]
     small = replace(outcomes[0], found={}, verdicts=smaller)
     found = {line.verdict.id: line.paper for line in report.lines([small], outcomes)}
-    assert found["kfac-vs-sgd"].ruling is Ruling.HOLDS
+    assert found["kfac-vs-sgd"].ruling is Ruling.UNDECIDED
     assert found["kfac-vs-natural"] is None
 
 

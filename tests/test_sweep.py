@@ -594,6 +594,28 @@ def test_beginnings_stand_in_for_runs_that_have_not_been_made():
     assert found.missing == (long.but(lr=0.3),)
 
 
+def test_a_winner_may_be_reported_by_runs_of_its_beginning():
+    """It is chosen by whole runs; the seeds are of others, in which more is measured. Until one of these is there, the run that selected
+    stands for them."""
+    long, early = TINY.but(steps=200), TINY.but(steps=100, measure=("similarity",))
+    search = Search(long, rectangle((0.1, 0.3, 1.0)), extend=0, seeds=2, shown=early)
+    known = {s: ended(s, s.lr) for s in search.grid}
+    known |= {long.but(lr=0.1, seed=1): ended(long, 0.1)}  # a whole run of a seed that reports is none of these
+    first = look(search, known.get)
+    assert first.missing == tuple(early.but(lr=0.1, seed=i) for i in (1, 2))
+    assert (first.tuned.best, first.tuned.selecting, first.tuned.seeds) == (long.but(lr=0.1), True, 2)
+    known |= {s: ended(s, 0.5) for s in first.missing[:1]}
+    found = look(search, known.get).tuned
+    assert [r.setting for r in found.records] == [early.but(lr=0.1, seed=1)]
+    assert (found.selecting, found.to_the_end, found.grid_done, len(found.tried)) == (False, True, True, 3)
+
+
+def test_a_setting_that_another_search_has_chosen_is_reported_by_other_seeds():
+    one = Search(TINY, rectangle((0.1,)), seeds=2)
+    assert [s.seed for s in one.reports(one.grid[0])] == [0, 1]
+    assert [s.seed for s in replace(one, chosen_before=True).reports(one.grid[0])] == [1, 2]
+
+
 @pytest.mark.parametrize(("gain", "concluded", "asked"), [(1.05, True, 0.3), (1.5, False, 1.0)])
 def test_nothing_is_concluded_while_a_clearly_better_challenger_waits(gain, concluded, asked):
     """Within what seeds differ by, the centre stands and gets its seeds; beyond it, the challenger is run at full length first."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from foof.study.paper.verdicts import Ruling, Verdict, deciding
 
 UNTIL = "2026-11-16, 15:20 UTC"  # of which `before.json` is: rulings, and ratios of means over the seeds, one of which had chosen
-NOTES = re.compile(r"\((the search for settings is not finished|only the seed that selects has been run|not run to the end of training):")
+NOTES = re.compile(r"\((the search for settings is not finished|only the seed that selects has been run|not run to the end of training|"
+                   r"not all seeds that report have been run):")
 
 
 @cache

@@ -19,7 +19,7 @@ from scipy.stats.contingency import odds_ratio
 
 from foof.study.paper.searches import timed
 from foof.study.paper.verdicts import CONFIDENCE, Condition, Effect, Ruling, Spread, effect, spread
-from foof.study.search.grids import Tuned, exploded
+from foof.study.search.grids import Tuned, exploded_until
 from foof.study.train.setting import Record
 
 Found = Mapping[str, Tuned]  # what each search of an experiment found; those without records are left out
@@ -185,6 +185,7 @@ class Between:
     b: Term
     low: float = 1.0
     high: float = math.inf
+    open_above: bool = False  # above `high` nothing is said: b may have been tuned badly
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -199,13 +200,14 @@ class Between:
             return f"{over} above {self.low:.3g}; refuted below"
         if self.low == 0:
             return f"{over} below {self.high:.3g}; refuted above"
-        return f"{over} between {self.low:.3g} and {self.high:.3g}; refuted below and above"
+        refuted = "refuted below, undecided above" if self.open_above else "refuted below and above"
+        return f"{over} between {self.low:.3g} and {self.high:.3g}; {refuted}"
 
     def judge(self, found: Found, until: int | None) -> Measured:
         until = _both(self.a, self.b, found, until)
         e = effect(self.a.values(found, until), self.b.values(found, until))
         says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
-        condition = Condition(e, self.low, self.high)
+        condition = Condition(e, self.low, self.high, self.open_above)
         may_change = self.a.quantity in LOSSES and (self._may_still_gain(condition, found) or self._chosen_elsewhere(condition, found))
         ruling = Ruling.UNDECIDED if may_change else condition.ruling
         return Measured(f"{'; '.join(says)}; ratio {e}{_at(self.a, until)}", ruling, (condition,))
@@ -268,8 +270,8 @@ class Bound:
 class ExplodesMore:
     """Of b's trials a larger share diverges or explodes than of a's.
 
-    The ratio is that of the odds, conditional on how many explode of both, with Fisher's exact 95 % interval: every trial of either search
-    counts as one, whatever its length, so searches should be alike.
+    The ratio is that of the odds, conditional on how many explode of both, with Fisher's exact 95 % interval. Every trial of either search
+    counts as one, by what it does in as many steps as all of them have, so searches should be alike.
     """
 
     a: str
@@ -283,14 +285,16 @@ class ExplodesMore:
         return f"odds of a trial to diverge or explode: {self.b} over {self.a} above 1; refuted below"
 
     def judge(self, found: Found, until: int | None) -> Measured:
-        lost, kept = zip(*(self._count(found[label]) for label in (self.b, self.a)), strict=True)
+        until = min(r.setting.steps for label in self.needs for r in found[label].tried)
+        lost, kept = zip(*(self._count(found[label], until) for label in (self.b, self.a)), strict=True)
         e = self._effect(lost, kept)
         says = [f"{label}: {x} of {x + y} trials" for label, x, y in zip((self.b, self.a), lost, kept, strict=True)]
         condition = Condition(e, 1.0, math.inf)
-        return Measured(f"{'; '.join(says)} diverge or explode; ratio of the odds {e}", condition.ruling, (condition,))
+        said = f"{'; '.join(says)} diverge or explode within {until:,} steps; ratio of the odds {e}"
+        return Measured(said, condition.ruling, (condition,))
 
-    def _count(self, tuned: Tuned) -> tuple[int, int]:
-        lost = sum(map(exploded, tuned.tried))
+    def _count(self, tuned: Tuned, until: int) -> tuple[int, int]:
+        lost = sum(exploded_until(record, until) for record in tuned.tried)
         return lost, len(tuned.tried) - lost
 
     def _effect(self, lost: tuple[int, ...], kept: tuple[int, ...]) -> Effect:
@@ -337,7 +341,8 @@ def decide(rule: Rule, found: Found, until: int | None) -> Measured:
     there = {label: found[label] for label in rule.needs}
     for why, labels in (
         ("only the seed that selects has been run", [k for k, t in there.items() if t.selecting]),
-        ("the search for settings is not finished", [k for k, t in there.items() if not t.searched]),
+        ("the search for settings is not finished", [k for k, t in there.items() if not (t.searched and t.grid_done)]),
+        ("not all seeds that report have been run", [k for k, t in there.items() if len(t.records) < t.seeds]),
     ):
         if labels:
             return replace(measured, text=f"{measured.text} ({why}: {', '.join(labels)})", ruling=Ruling.UNDECIDED)

@@ -107,6 +107,7 @@ class Condition:
     effect: Effect
     low: float
     high: float
+    open_above: bool = False  # above `high` nothing is said
 
     @property
     def ruling(self) -> Ruling:
@@ -115,7 +116,8 @@ class Condition:
             return Ruling.UNDECIDED
         if self.low <= self.effect.low and self.effect.high <= self.high:
             return Ruling.HOLDS
-        return Ruling.FAILS if self.effect.high < self.low or self.effect.low > self.high else Ruling.UNDECIDED
+        above = self.effect.low > self.high and not self.open_above
+        return Ruling.FAILS if self.effect.high < self.low or above else Ruling.UNDECIDED
 
 
 CONFIDENCE = 0.95

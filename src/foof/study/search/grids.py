@@ -143,6 +143,7 @@ class Search:
     urgency: int = 0  # of several searches, lower ones are run first
     grid_steps: int | None = None  # None: all steps
     stand_ins: tuple[Setting, ...] = ()  # bases of runs that are as good as the grid's own: same method, more measured
+    chosen_before: bool = False  # its one setting comes from another search, with the seed that selects: others report it
     shown: Setting | None = None  # base of the runs that report, where they are not those of the grid: shorter ones, with more measured
 
     @property
@@ -167,8 +168,8 @@ class Search:
         return next((record for s in (setting, self.short(setting), *others) if (record := get(s))), None)
 
     def reports(self, setting: Setting) -> list[Setting]:
-        """The runs that report a setting: none of them was looked at to choose it. Of a single setting nothing is chosen."""
-        first = SELECTS + 1 if len(self.grid) > 1 else SELECTS
+        """The runs that report a setting: none of them was looked at to choose it. Of a single setting nothing is chosen here."""
+        first = SELECTS + 1 if len(self.grid) > 1 or self.chosen_before else SELECTS
         return [self.reported(setting).but(seed=first + i) for i in range(self.seeds)]
 
     def reported(self, setting: Setting) -> Setting:
@@ -266,6 +267,7 @@ class Tuned:
     planned: int = 0  # settings of the grid, when it is full
     selecting: bool = False  # none of the seeds that report has been run: `records` is the one that selects
     to_the_end: bool = True  # `records` are of whole runs, not of beginnings that stand in for them
+    seeds: int = 0  # that report it, once all have been run
     early_gain: float = 1.0  # how many times lower the best of `tried` was where they were compared: what choosing it there had gained
 
 
@@ -411,8 +413,18 @@ def _score(record: Record | None) -> float:
 
 def exploded(record: Record) -> bool:
     """Did it diverge, or was its loss ever ten times what it began with?"""
-    losses = record.series.get("loss") or [math.inf]
-    return not math.isfinite(record.score) or max(losses) > EXPLODED * losses[0]
+    return not math.isfinite(record.score) or _blew_up(record.series.get("loss") or [math.inf])
+
+
+def exploded_until(record: Record, step: int) -> bool:
+    """The same of its first steps."""
+    steps = [s for s in record.series["step"] if s <= step]
+    ended = record.status == "diverged" and len(steps) == len(record.series["step"])
+    return ended or _blew_up(record.series["loss"][: len(steps)])
+
+
+def _blew_up(losses: Sequence[float]) -> bool:
+    return max(losses) > EXPLODED * losses[0]
 
 
 def _losses(trials: Mapping[Setting, Record], grid_steps: int | None) -> dict[Setting, float]:
@@ -445,13 +457,16 @@ def _report(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
     bases = [whole] if search.shown else [whole, *search.stand_ins]
     base = next((b for b in bases if known(b)), next((b for b in bases if get(b.but(lr=setting.lr, damping=setting.damping))), None))
     missing = tuple(s for s in wanted if get(s) is None)
+    if base is None and search.shown:
+        base, whole = setting, setting  # the run that selected it stands for them
     if base is None:
         return Look(missing, None)
     best = base.but(lr=setting.lr, damping=setting.damping)
-    chosen = get(best)
-    shown, tried = known(base) or ((chosen,) if chosen else ()), ((chosen,) if chosen else ())
-    tuned = Tuned(best, shown, tried, False, searched, False, None, len(search.grid), not known(base), best.steps == whole.steps)
-    return Look(missing, tuned)
+    chosen, reported = get(best), known(base) if base is not setting or not search.shown else ()
+    shown, tried = reported or ((chosen,) if chosen else ()), ((chosen,) if chosen else ())
+    to_the_end = best.steps == whole.steps
+    tuned = Tuned(best, shown, tried, False, searched, False, None, len(search.grid), not reported, to_the_end, len(wanted))
+    return Look(missing, tuned if shown else None)
 
 
 def tune_all(searches: Mapping[str, Search], run_all: RunAll, stored: Get = lambda _: None) -> dict[str, Tuned]:

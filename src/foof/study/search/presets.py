@@ -221,8 +221,8 @@ def momenta(preset: Preset, found: Search, lr: float) -> Search:
     return replace(found, base=found.base.but(options=()), rows=(with_, without))
 
 
-def fixed(preset: Preset, setting: Setting, urgency: int = 1) -> Search:
-    """A given setting, all seeds: for what does not depend on the learning rate, as time per step."""
+def fixed(preset: Preset, setting: Setting, urgency: int = 1, chosen_before: bool = False) -> Search:
+    """A given setting, all seeds: for what does not depend on the learning rate, as time per step, or was `chosen_before`."""
     centre = (setting.lr, setting.damping)
     row = Row((setting.lr,), setting.damping)
-    return Search(setting, (row,), extend=0, seeds=preset.seeds_of(setting), centre=centre, urgency=urgency)
+    return Search(setting, (row,), extend=0, seeds=preset.seeds_of(setting), centre=centre, urgency=urgency, chosen_before=chosen_before)

@@ -155,7 +155,7 @@ def averaged(figure: str, dataset: str, found: Found, preset: Preset) -> list[Dr
 
 
 def similarities(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
-    curves = [curve(t.records, label, "similarity", x="measured_at") for label, t in found.items()]
+    curves = [curve(t.records, label, "similarity", x="measured_at") for label, t in found.items() if "similarity" in t.records[0].series]
     behind = _behind(published.panels(figure, dataset)[0]) if preset.centred else []
     return [Curves("Cosine between the updates of KFAC and FOOF", curves, behind, "cosine similarity", log=False)]
 
