@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from foof.study.paper import published
-from foof.study.paper.answers import answers
+from foof.study.paper.answers import Answer, answers
 from foof.study.paper.changes import changes
 from foof.study.paper.claims import CLAIMS
 from foof.study.paper.experiments import RUNS, chosen, committed, conduct, experiments_of, recall, remembered
@@ -458,6 +458,9 @@ def test_the_questions_are_answered_by_the_comparison_that_decides_them(outcomes
     assert "Fig. 2A" not in found[0].sentence
     assert "a ratio of" in found[2].sentence
     assert {a.word for a in answers([])} == {"Not run"}
+    both = frozenset({Ruling.HOLDS, Ruling.UNDECIDED})
+    assert (Answer("?", both, ()).word, Answer("?", both, ()).ruling) == ("In part", Ruling.UNDECIDED)
+    assert Answer("?", frozenset({Ruling.FAILS, Ruling.UNDECIDED}), ()).word == "Not decided"
 
 
 def test_trials_are_counted_from_the_records(outcomes):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from foof.study.paper.answers import WORDS, Answer, answers
 from foof.study.paper.changes import UNTIL, changes
-from foof.study.paper.experiments import Outcome, committed, experiments_of
+from foof.study.paper.experiments import EARLIER, Outcome, committed, experiments_of
 from foof.study.paper.left import left, total
+from foof.study.paper.notes import NOT_REPRODUCED, RELEASED
 from foof.study.paper.searches import FOOF_10
 from foof.study.paper.trials import trials
 from foof.study.paper.verdicts import Ruling, Verdict
@@ -83,7 +84,7 @@ def findings(found: list[Outcome]) -> str:
     lines = [
         f"![Every claim as a cell with its verdict, its ratio and interval]({BOARD.relative_to(ROOT)})", "",
         f"Judged at the paper's scale so far: {counts}.", "",
-        *(f"- *{a.question}* {_decides(a)}" for a in answers(found)),
+        *(f"- *{a.question}* {a.word}: {_each(a)}" for a in answers(found)),
         f"- {top.sentence}",
         *reduced(reduced_outcomes()),
     ]  # fmt: skip
@@ -125,11 +126,6 @@ def _each(answer: Answer) -> str:
     return "; ".join(said) + "."
 
 
-def _decides(answer: Answer) -> str:
-    """The answer by the comparison that decides it."""
-    return replace(answer, parts=tuple(part for part in answer.parts if part[1].ruling is not Ruling.NOT_RUN)[:1]).sentence
-
-
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)]
 
@@ -143,9 +139,16 @@ def claims(found: list[Outcome]) -> str:
     """Verdict, ratios and rule of every claim of Figs. 1 to 4."""
     judged = _verdicts(_core(found))
     counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(judged))
-    rows = [(f"`{v.id}`", v.where, v.claim, str(v.ruling), "; ".join(str(c.effect) for c in v.conditions), v.rule) for v in judged]
+    rows = [(f"`{v.id}`", v.where, v.claim, str(v.ruling), _ratios(v), v.rule) for v in judged]
     header = ("Claim", "Where", "It says", "Verdict", "Ratio", "Holds if")
-    return "\n".join([f"Of {len(judged)}, {counts}.", "", *_table(header, rows)]) + "\n"
+    caveats = [f"*As released*: {RELEASED}", "", f"*Fig. 3B*: {NOT_REPRODUCED}"]
+    return "\n".join([f"Of {len(judged)}, {counts}.", "", *_table(header, rows), "", *caveats]) + "\n"
+
+
+def _ratios(v: Verdict) -> str:
+    """Of all conditions; of figures that end before training does, as of there, too."""
+    then = re.search(rf"{EARLIER} .*", v.measured)
+    return "; ".join(str(c.effect) for c in v.conditions) + (f"; {then[0]}" if then else "")
 
 
 def tuned(found: list[Outcome]) -> str:

@@ -28,10 +28,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Question:
-    """Its first comparison that has been run decides it; the others stand beside it."""
+    """Its first comparisons decide it, of those that have been run; the others stand beside them."""
 
     text: str
     comparisons: tuple[Comparison, ...]
+    deciding: int = 1
     why: str = ""  # at the paper's scale: what decides it, as the experiments' notes have it
 
 
@@ -42,7 +43,7 @@ QUESTIONS = (
         Comparison("fig1a", r.KFAC, r.NATURAL, "mini-batches (Fig. 1A)"),
         Comparison("figj12a", r.KFAC_ONE_BATCH, r.NATURAL, "a ResNet18 without batch norm, both subsampled (Fig. J.12)"),
         Comparison("figj13b", r.KFAC_ONE_BATCH, r.NATURAL, "an autoencoder on MNIST, both subsampled (Fig. J.13)"),
-    )),
+    ), deciding=2),
     Question("Is heuristic damping needed?", (
         Comparison("fig3a", r.KFAC, r.STANDARD, "KFAC at its best λ with either damping (Fig. 3A)"),
         Comparison("fig3a", r.HEURISTIC, r.STANDARD, "heuristic damping at the λ of Fig. 3C"),
@@ -63,16 +64,20 @@ WORDS = {Ruling.HOLDS: "Yes", Ruling.FAILS: "No", Ruling.UNDECIDED: "Not decided
 
 @dataclass(frozen=True)
 class Answer:
-    """A question, the word for the comparison that decides it, and what was measured of each."""
+    """A question, the word for the comparisons that decide it, and what was measured of each."""
 
     question: str
-    ruling: Ruling
+    rulings: frozenset[Ruling]  # of those that decide it
     parts: tuple[tuple[str, Measured], ...]  # setting in words, and what came out
     why: str = ""
 
     @property
+    def ruling(self) -> Ruling:
+        return next(iter(self.rulings)) if len(self.rulings) == 1 else Ruling.UNDECIDED
+
+    @property
     def word(self) -> str:
-        return WORDS[self.ruling]
+        return "In part" if Ruling.HOLDS in self.rulings and len(self.rulings) > 1 else WORDS[self.ruling]
 
     @property
     def sentence(self) -> str:
@@ -100,7 +105,8 @@ def answers(outcomes: Sequence[Outcome]) -> list[Answer]:
         asked = [(c, c.measured(there)) for c in question.comparisons]
         wanted = {c for c in question.comparisons if c.experiment in there and not CATALOGUE[c.experiment].nets}
         parts = tuple((_where(c, there), m) for c, m in asked if m.ruling is not Ruling.NOT_RUN or c in wanted)
-        ruling = next((m.ruling for _, m in parts if m.ruling is not Ruling.NOT_RUN), Ruling.NOT_RUN)
-        at_its_scale = any(o.preset.centred for o in outcomes)
-        found.append(Answer(question.text, ruling, parts, question.why if at_its_scale else ""))
+        ran = [(c, m.ruling) for c, m in asked if m.ruling is not Ruling.NOT_RUN]
+        deciding = [ruling for c, ruling in ran if c in question.comparisons[: question.deciding]] or [ruling for _, ruling in ran[:1]]
+        why = question.why if any(o.preset.centred for o in outcomes) else ""
+        found.append(Answer(question.text, frozenset(deciding) or frozenset({Ruling.NOT_RUN}), parts, why))
     return found

@@ -27,6 +27,7 @@ from foof.study.train.run import missing_data
 from foof.study.train.setting import Setting
 
 RUNS = {**searches.RUNS, **networks.RUNS}
+EARLIER = "where the published figure ends"
 TOY_CLAIMS = ("toy-sgd", "toy-foof")  # computed, not run
 OTHER_DATA_LATER = 10  # urgency: all of Fashion-MNIST comes before MNIST
 
@@ -209,7 +210,7 @@ def verdict(claim: Claim, e: Experiment, preset: Preset, found: Found) -> Verdic
     early = e.early(preset)
     if early and measured.conditions and all(found[label].best.steps > early for label in claim.rule.needs):
         then = ", ".join(str(c.effect) for c in decide(claim.rule, found, early).conditions)
-        measured = replace(measured, text=f"{measured.text}\nat step {early:,}, where the published figure ends: ratio {then}")
+        measured = replace(measured, text=f"{measured.text}\n{EARLIER} (step {early:,}): ratio {then}")
     says = claim.says + (" (MNIST)" if e.again and claim.where else "")
     where = claim.mnist if e.again else claim.where
     where += f" ({mark})" if (mark := e.mark(preset)) else ""

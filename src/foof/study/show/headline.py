@@ -82,8 +82,8 @@ def _sentence(a: Outcome, losses: dict[str, Spread], until: int) -> str:
     heuristic = min((losses[label] for label in (KFAC, HEURISTIC) if label in losses), key=lambda s: s.mean, default=None)
     return (
         "The paper finds that KFAC with standard damping performs like SGD (Fig. 3A). The released code for that damping rotates "
-        f"with a transposed matrix. After {until:,} steps, run as released, KFAC is at a loss of {losses[RELEASED]}, SGD with momentum "
-        f"at {losses[SGD]}. "
+        f"with a transposed matrix, so that it depends on the signs of eigenvectors; the paper's figures were made by other code. "
+        f"After {until:,} steps, run as released, KFAC is at a loss of {losses[RELEASED]}, SGD with momentum at {losses[SGD]}. "
         f"With the damped system solved as Eq. (3) says, KFAC is at "
         + (f"{same} with the same lr and λ, and at {losses[STANDARD]} at its best of those tried" if same else f"{losses[STANDARD]}")
         + (f", {sgd / ends:.2g} times below SGD" if ends < sgd else f", {ends / sgd:.2g} times SGD's")
@@ -97,7 +97,10 @@ def _at_the_end(a: Outcome, until: int, steps: int) -> str:
         return ""
     ends = {label: Term(label).spread(a.found, None) for label in (STANDARD, SGD, KFAC) if label in a.found and a.found[label].to_the_end}
     heuristic = f", with heuristic damping at {ends[KFAC]}" if KFAC in ends else ""
-    return f" At the end, after {steps:,} steps, KFAC with standard damping is at {ends[STANDARD]}, SGD at {ends[SGD]}{heuristic}."
+    return (
+        f" At the end, after {steps:,} steps, by which all settings are chosen, KFAC with standard damping is at {ends[STANDARD]}, SGD at "
+        f"{ends[SGD]}{heuristic}."
+    )
 
 
 def at_setting_of(tuned: Tuned, other: Setting, until: int) -> Spread | None:
