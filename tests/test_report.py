@@ -384,11 +384,15 @@ def test_published_curves_are_compared_in_the_paper_s_way():
 
 
 @pytest.mark.parametrize("preset", [QUICK, PRESETS["reduced"], PAPER], ids=["quick", "reduced", "paper"])
-def test_committed_records_belong_to_their_preset(preset):
-    """Each dump in the package is of settings its preset asks for, and redraws its report."""
-    outcomes = report.recalled(list(experiments_of(preset).values()), preset, committed(preset))
+def test_committed_records_belong_to_their_preset_and_redraw_its_report(preset, tmp_path):
+    """Whatever state its searches are in; beside the paper's scale its board links only to claims that are on the page."""
+    paper = report.recalled(list(experiments_of(PAPER).values()), PAPER, committed(PAPER))
+    outcomes = paper if preset is PAPER else report.recalled(list(experiments_of(preset).values()), preset, committed(preset))
     decided = [v for o in outcomes for v in o.verdicts if v.ruling is not Ruling.NOT_RUN]
     assert len(decided) > 2
+    text = report.write(tmp_path / "report.html", outcomes, preset, [] if preset is PAPER else paper).read_text(encoding="utf-8")
+    found = Page(re.sub(r"<script>.*?</script>", "", text, flags=re.S))
+    assert {link[1:] for link in found.links} <= found.ids
 
 
 class Page(HTMLParser):
@@ -402,7 +406,7 @@ class Page(HTMLParser):
         if "id" in attrs:
             assert attrs["id"] not in self.ids
             self.ids.add(attrs["id"])
-        if tag == "a":
+        if tag == "a" and "href" in attrs:
             self.links.append(attrs["href"])
         if "src" in attrs or tag == "link":
             self.sources.append(attrs.get("src") or attrs["href"])
@@ -461,6 +465,16 @@ def test_the_questions_are_answered_by_the_comparison_that_decides_them(outcomes
     both = frozenset({Ruling.HOLDS, Ruling.UNDECIDED})
     assert (Answer("?", both, ()).word, Answer("?", both, ()).ruling) == ("In part", Ruling.UNDECIDED)
     assert Answer("?", frozenset({Ruling.FAILS, Ruling.UNDECIDED}), ()).word == "Not decided"
+
+
+def test_a_search_of_which_only_a_seed_is_there_is_shown_and_decides_nothing():
+    """As in a store that was put together from parts."""
+    alone = {label: replace(tuned(label, [1.0])[label], tried=(), grid_done=False) for label in "ab"}
+    assert decide(ExplodesMore("a", "b"), alone, None).ruling is Ruling.UNDECIDED
+    fig1a = experiments_of(PAPER)["fig1a"]
+    seed = fig1a.searches(PAPER)[KFAC].middle.but(seed=1)
+    part = recall([fig1a], PAPER, {seed: made_up(seed)}.get)
+    assert [(t.run, t.seeds) for t in trials(part)] == [(0, 1)]
 
 
 def test_trials_are_counted_from_the_records(outcomes):
@@ -595,8 +609,13 @@ document.getElementById("theme").click();
 document.body.dataset.theme = document.documentElement.dataset.theme;
 location.hash = "#fig4b";
 document.body.dataset.target = document.querySelector(":target").id;
-document.querySelector(".cell").click();
-setTimeout(() => { document.body.dataset.unfolded = document.getElementById("claims").open; }, 500);
+document.querySelector('[data-show="holds"]').click();
+document.getElementById("claims").open = false;
+document.querySelector(".cell.undecided[href]").click();
+setTimeout(() => {
+  const row = document.querySelector('tr[data-ruling="undecided"]');
+  document.body.dataset.unfolded = document.getElementById("claims").open && !row.hidden;
+}, 500);
 </script></body>"""
 
 

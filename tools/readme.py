@@ -77,7 +77,7 @@ def _verdicts(found: list[Outcome]) -> list[Verdict]:
 
 
 def findings(found: list[Outcome]) -> str:
-    """The board, how many claims hold, and the three answers, each with the number that decides it."""
+    """The board, how many claims hold, and the three answers, each with its numbers."""
     counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(_verdicts(found)))
     top = headline([(PAPER, found)])
     assert top is not None
@@ -121,6 +121,8 @@ def reduced(there: list[Outcome]) -> list[str]:
 
 def _each(answer: Answer) -> str:
     """What every comparison of a question says, and by which ratio."""
+    if answer.ruling is Ruling.NOT_RUN:
+        return "Not run."
     ran = [(setting, measured) for setting, measured in answer.parts if measured.ruling is not Ruling.NOT_RUN]
     said = [f"{setting.removesuffix(', reduced')}: {WORDS[m.ruling].lower()} ({m.conditions[0].effect})" for setting, m in ran]
     return "; ".join(said) + "."

@@ -56,6 +56,8 @@ def _reasons(v: Verdict, early: bool) -> list[str]:
     c, open_ = deciding(v), dict.fromkeys(NOTES.findall(v.measured))
     if open_:
         said.append(f"{'; '.join(open_).capitalize()}.")
+    elif c and c.open_above and c.effect.low > c.high:
+        said.append("What is as much worse decides nothing.")
     elif v.ruling is Ruling.UNDECIDED and c and c.ruling is Ruling.UNDECIDED:
         said.append(f"The interval of {c.effect.n} seeds that have not chosen reaches to both sides.")
     elif v.ruling is Ruling.UNDECIDED:

@@ -285,7 +285,7 @@ class ExplodesMore:
         return f"odds of a trial to diverge or explode: {self.b} over {self.a} above 1; refuted below"
 
     def judge(self, found: Found, until: int | None) -> Measured:
-        until = min(r.setting.steps for label in self.needs for r in found[label].tried)
+        until = min((r.setting.steps for label in self.needs for r in found[label].tried), default=0)
         lost, kept = zip(*(self._count(found[label], until) for label in (self.b, self.a)), strict=True)
         e = self._effect(lost, kept)
         says = [f"{label}: {x} of {x + y} trials" for label, x, y in zip((self.b, self.a), lost, kept, strict=True)]
@@ -333,7 +333,8 @@ def together(rulings: list[Ruling]) -> Ruling:
 
 
 def decide(rule: Rule, found: Found, until: int | None) -> Measured:
-    """Judge a rule with whatever there is: without records it is not run; without a search, or by the seed that selected, undecided."""
+    """Judge a rule with whatever there is: without records it is not run; by a part of a search or of its seeds, or by the seed that
+    selected, undecided."""
     missing = [label for label in rule.needs if label not in found]
     if missing:
         return Measured(f"not run at this preset: no records of {', '.join(missing)}", Ruling.NOT_RUN)

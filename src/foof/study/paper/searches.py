@@ -367,7 +367,7 @@ def adaptive_1d(p: Preset, d: str) -> Runs:
 
 
 def adaptive_2a(p: Preset, d: str) -> Runs:
-    return _adaptive_full(p, full_batch(p, d).but(hidden=()), fig2a(p, d), (("fisher", "full"), ("solver", "cg")))
+    return _adaptive_full(p, full_batch(p, d).but(hidden=()), fig2a(p, d), (("fisher", "full"), ("solver", "cg"), ("dtype", "float64")))
 
 
 def _adaptive_full(p: Preset, full: Setting, constant: Runs, exact: tuple[tuple[str, str], ...]) -> Runs:

@@ -42,7 +42,7 @@ def trials(outcomes: Sequence[Outcome]) -> list[Trials]:
 
 def _trials(o: Outcome, label: str, t: Tuned) -> Trials:
     best = f"{t.best.lr:g}" + ("" if t.best.damping is None else f", {t.best.damping:g}" if isinstance(t.best.damping, float) else ", auto")
-    longest = max(t.best.steps, *(r.setting.steps for r in t.tried))
+    longest = max((t.best.steps, *(r.setting.steps for r in t.tried)))
     momentum = t.best.option("momentum") if t.best.optimizer == "sgd" else None
     return Trials(
         o.experiment.id, o.experiment.where, label, t.planned, len(t.tried), sum(map(exploded, t.tried)),

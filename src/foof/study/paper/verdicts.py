@@ -22,7 +22,7 @@ class Ruling(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One row of the report's first table."""
+    """One row of the report's table of claims."""
 
     id: str
     where: str  # in the paper: "Fig. 1A", "Appendix F"

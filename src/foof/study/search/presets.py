@@ -147,7 +147,7 @@ PRESETS: dict[str, Preset] = {
     "paper": Preset(
         "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs; its own settings first, then shorter runs "
         "around them; what is clearly better there (by a tenth) goes on; five seeds of what wins where a run takes up "
-        "to 12 minutes on one core, three elsewhere, twenty in Fig. 2A, where it takes seconds",
+        "to 12 minutes on one core, and of Fig. 1D, three elsewhere, twenty in Fig. 2A, where it takes seconds",
         Setting(source="full", steps=6000), seeds=3, fine=True, images=1000, full_steps=100, early=1800,
         datasets=("fashion-mnist", "mnist"), centred=True, grid_steps=1200, extend=3, nets=PAPER_NETS, short_seeds=5, layer_seeds=20,
     ),

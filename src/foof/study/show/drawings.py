@@ -269,6 +269,8 @@ def compare(figure: str, dataset: str, found: Found) -> list[Comparison]:
             step, theirs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if x <= max(tuned.best.steps, series.x[0])][-1]
             if name not in LOSSES:
                 theirs = statistics.fmean(y for x, y in zip(series.x, series.y, strict=True) if 0.9 * step < x <= step)
+            if not all(name in r.series for r in tuned.records):  # the run that selected stands for those in which it is measured
+                continue
             values = spread(_at(r, name, step, panel.keep) for r in tuned.records)
             rows.append(Comparison(panel.name, series.label, step, theirs, values))
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,7 +15,7 @@ from plotly.subplots import make_subplots
 
 from foof.study.paper.toy import Toy
 from foof.study.paper.verdicts import Spread
-from foof.study.search.grids import Tuned, exploded
+from foof.study.search.grids import Tuned, exploded_until
 from foof.study.train.methods import title
 from foof.study.train.setting import Record, Setting
 
@@ -188,10 +189,10 @@ def map_figure(searches: Mapping[str, Tuned], heading: str) -> go.Figure:
     for label, tuned in searches.items():
         step = min(r.setting.steps for r in tuned.tried)
         trials = sorted(tuned.tried, key=lambda r: (r.setting.damping or 0.0 if r.setting.damping != "auto" else 0.0, r.setting.lr))
-        rows += [_map_point(label, tuned, r, r.end_loss(step)) for r in trials]
+        rows += [_map_point(label, tuned, r, step) for r in trials]
     lost = [row for row in rows if not row["loss"] < math.inf]
     kept = [row for row in rows if row["loss"] < math.inf]
-    logs = [math.log10(row["loss"]) for row in kept]
+    logs = [math.log10(row["loss"] or sys.float_info.min) for row in kept]
     figure.add_scatter(
         x=[row["lr"] for row in kept], y=[row["name"] for row in kept], mode="markers+text", showlegend=False,
         text=[f"{row['loss']:.2g}" for row in kept], textposition="middle right", textfont={"size": 10},
@@ -211,13 +212,14 @@ def map_figure(searches: Mapping[str, Tuned], heading: str) -> go.Figure:
     return style(figure, heading, height=120 + ROW * len(names)).update_layout(hovermode="closest", meta={"rows": names})
 
 
-def _map_point(label: str, tuned: Tuned, r: Record, loss: float) -> dict[str, Any]:
+def _map_point(label: str, tuned: Tuned, r: Record, step: int) -> dict[str, Any]:
+    loss = r.end_loss(step)
     chosen = (r.setting.lr, r.setting.damping, r.setting.option("momentum")) == (
         tuned.best.lr, tuned.best.damping, tuned.best.option("momentum"),
     )  # fmt: skip
     row = row_name(r.setting)
     name = label if not row or row in label else f"{label}, {row}"
-    return {"lr": r.setting.lr, "name": name, "loss": math.inf if exploded(r) or math.isnan(loss) else loss, "best": chosen}
+    return {"lr": r.setting.lr, "name": name, "loss": math.inf if exploded_until(r, step) or math.isnan(loss) else loss, "best": chosen}
 
 
 def toy_figure(example: Toy) -> go.Figure:

@@ -31,7 +31,7 @@ from foof.study.search.store import Store
 from foof.study.show.drawings import compare, draw
 from foof.study.show.headline import Headline, headline
 from foof.study.show.plots import row_name
-from foof.study.show.scoreboard import Group, bar_svg, brief, groups
+from foof.study.show.scoreboard import MARKS, Group, bar_svg, brief, groups
 from foof.study.show.svg import side_by_side
 from foof.study.train.setting import Record, Setting
 
@@ -167,7 +167,7 @@ def facts(outcomes: Sequence[Outcome], preset: Preset) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the first table: a verdict, and the same claim's verdict at the paper's scale where this report is smaller."""
+    """A row of the table of claims: a verdict, and the same claim's verdict at the paper's scale where this report is smaller."""
 
     verdict: Verdict
     paper: Verdict | None = None
@@ -214,7 +214,8 @@ def render(
     return env.get_template("report.html").render(
         lines=found, sections=sections, waiting=waiting, facts=said, rulings=[(r, counts[r]) for r in Ruling], headline=top,
         figure_json=_figure_json, label=_label, plotly_js=get_plotlyjs(), groups=first.groups, answers=first.answers,
-        board_preset=first.preset, brief=brief, bar=bar_svg, deciding=deciding, trials=tuning, mark=mark,
+        board_preset=first.preset, brief=brief, bar=bar_svg, deciding=deciding, marks=MARKS, trials=tuning, mark=mark,
+        drawn={s.id for s in sections}, rows={line.verdict.id for line in found if line.shown},
         not_run=sum(not line.shown for line in found), changes=first.changes, left=first.left, total=first.total, until=UNTIL,
     )  # fmt: skip
 
