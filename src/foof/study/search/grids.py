@@ -450,23 +450,21 @@ def _report(search: Search, setting: Setting, get: Get, searched: bool) -> Look:
     While there are none: those of its beginning, if that has been run for other ends; or else the one that selected it.
     """
     wanted, whole = search.reports(setting), search.reported(setting)
-
-    def known(base: Setting) -> tuple[Record, ...]:
-        return tuple(record for s in wanted if (record := get(base.but(lr=s.lr, damping=s.damping, seed=s.seed))))
-
-    bases = [whole] if search.shown else [whole, *search.stand_ins]
-    base = next((b for b in bases if known(b)), next((b for b in bases if get(b.but(lr=setting.lr, damping=setting.damping))), None))
     missing = tuple(s for s in wanted if get(s) is None)
-    if base is None and search.shown:
-        base, whole = setting, setting  # the run that selected it stands for them
-    if base is None:
+    beginnings = [] if search.shown else [b.but(lr=setting.lr, damping=setting.damping) for b in search.stand_ins]
+
+    def seeds(of: Setting) -> tuple[Record, ...]:
+        return tuple(record for s in wanted if (record := get(of.but(seed=s.seed))))
+
+    best = next((s for s in (whole, *beginnings) if seeds(s)), None)
+    reported = seeds(best) if best else ()
+    best = best or next((s for s in (whole, *beginnings, setting) if get(s)), None)
+    if best is None:
         return Look(missing, None)
-    best = base.but(lr=setting.lr, damping=setting.damping)
-    chosen, reported = get(best), known(base) if base is not setting or not search.shown else ()
-    shown, tried = reported or ((chosen,) if chosen else ()), ((chosen,) if chosen else ())
-    to_the_end = best.steps == whole.steps
-    tuned = Tuned(best, shown, tried, False, searched, False, None, len(search.grid), not reported, to_the_end, len(wanted))
-    return Look(missing, tuned if shown else None)
+    alone = tuple(filter(None, [get(best)]))
+    to_the_end = best.steps in (whole.steps, setting.steps)
+    tuned = Tuned(best, reported or alone, alone, False, searched, False, None, len(search.grid), not reported, to_the_end, len(wanted))
+    return Look(missing, tuned)
 
 
 def tune_all(searches: Mapping[str, Search], run_all: RunAll, stored: Get = lambda _: None) -> dict[str, Tuned]:
