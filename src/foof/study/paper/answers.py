@@ -43,26 +43,33 @@ QUESTIONS = (
         Comparison("fig1a", r.KFAC, r.NATURAL, "mini-batches (Fig. 1A)"),
         Comparison("figj12a", r.KFAC_ONE_BATCH, r.NATURAL, "a ResNet18 without batch norm, both subsampled (Fig. J.12)"),
         Comparison("figj13b", r.KFAC_ONE_BATCH, r.NATURAL, "an autoencoder on MNIST, both subsampled (Fig. J.13)"),
-    ), 2, "With the exact Fisher the gap is a small factor, and what limits either is how large a constant step it bears on every seed: at "
-        "settings that explode on some, both end far lower (Figs. 1D and 2A). The gap of an order of magnitude is that of Fishers from one "
-        "mini-batch (Fig. 1A)."),
+    ), deciding=2, why=(
+        "With the exact Fisher the gap is a small factor, and what limits either is how large a constant step it bears on every"
+        " seed: at settings that explode on some, both end far lower (Figs. 1D and 2A). The gap of an order of magnitude is "
+        "that of Fishers from one mini-batch (Fig. 1A)."
+    )),
     Question("Is heuristic damping needed?", (
         Comparison("fig3a", r.KFAC, r.STANDARD, "KFAC at its best λ with either damping (Fig. 3A)"),
         Comparison("fig3a", r.HEURISTIC, r.STANDARD, "heuristic damping at the λ of Fig. 3C"),
         Comparison("fig3a", r.STANDARD, r.SGD, "standard damping against SGD"),
         Comparison("figj14a", r.KFAC, r.STANDARD, "a ResNet18 without batch norm (Fig. J.14)"),
         Comparison("figj15b", r.KFAC, r.STANDARD, "an autoencoder on MNIST (Fig. J.15)"),
-    ), 1, "With standard damping, solved as Eq. (3) says, small λ lead early, and then stall or diverge, and large ones are slow; the "
-        "heuristic goes on. What the paper shows for it, a curve like SGD's over 1,800 steps, is what the released, transposed rotation "
-        "gives at the paper's setting."),
+    ), why=(
+        "With standard damping, solved as Eq. (3) says, small λ lead early, and then stall or diverge, and large ones are slow;"
+        " the heuristic goes on. What the paper shows for it, a curve like SGD's over 1,800 steps, is what the released, "
+        "transposed rotation gives at the paper's setting."
+    )),
     Question("Does FOOF beat KFAC?", (
         Comparison("fig4b", r.FOOF, r.KFAC, "mini-batches (Fig. 4B)"),
         Comparison("fig3d", r.label_3(r.FOOF_LAMBDA_A, r.DAMPINGS[1]), r.label_3(r.KFAC, r.DAMPINGS[1]), "at the same small λ_A (Fig. 3D)"),
         Comparison("fig5b", r.FOOF, r.KFAC, "a ResNet18 without batch norm (Fig. 5B)"),
         Comparison("fig5c", r.FOOF, r.KFAC, "a ResNet18 with batch norm (Fig. 5C)"),
         Comparison("figj20a", r.FOOF, r.KFAC, "an autoencoder on MNIST (Fig. J.20)"),
-    ), 1, "In training loss, and in less time per step (Fig. 4A). On unseen images it makes slightly more errors than KFAC (Section 5). At "
-        "the reduced scale it is ahead on a ResNet18 without batch norm, and behind with it and in autoencoders."),
+    ), why=(
+        "In training loss, and in less time per step (Fig. 4A). On unseen images it makes slightly more errors than KFAC "
+        "(Section 5). At the reduced scale it is ahead on a ResNet18 without batch norm, and behind with it and in "
+        "autoencoders."
+    )),
 )  # fmt: skip
 WORDS = {Ruling.HOLDS: "Yes", Ruling.FAILS: "No", Ruling.UNDECIDED: "Not decided", Ruling.NOT_RUN: "Not run"}
 

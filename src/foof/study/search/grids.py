@@ -417,7 +417,7 @@ def exploded(record: Record) -> bool:
 
 
 def exploded_until(record: Record, step: int) -> bool:
-    """The same of its first steps."""
+    """Had it diverged, or been at ten times what its loss began with, by this step?"""
     steps = [s for s in record.series["step"] if s <= step]
     ended = record.status == "diverged" and len(steps) == len(record.series["step"])
     return ended or _blew_up(record.series["loss"][: len(steps)])

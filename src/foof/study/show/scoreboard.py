@@ -11,7 +11,7 @@ from foof.study.paper.claims import ABOUT
 from foof.study.paper.notes import RELEASED
 from foof.study.paper.verdicts import Condition, Ruling, Verdict, deciding
 
-NOTES = {"released": RELEASED}
+CAVEATS = {"released": RELEASED}  # of a group of claims
 MARKS = {Ruling.HOLDS: "✓", Ruling.FAILS: "✕", Ruling.UNDECIDED: "?", Ruling.NOT_RUN: "–"}
 CLASSES = {Ruling.HOLDS: "holds", Ruling.FAILS: "fails", Ruling.UNDECIDED: "undecided", Ruling.NOT_RUN: "not-run"}
 BAR, TALL = 96, 14  # of a bar
@@ -52,7 +52,7 @@ def groups(verdicts: Sequence[Verdict]) -> list[Group]:
         mine = [v for v in verdicts if v.about == about]
         run = [v for v in mine if v.ruling is not Ruling.NOT_RUN]
         if mine:
-            found.append(Group(title, run, len(mine) - len(run), NOTES.get(about, "")))
+            found.append(Group(title, run, len(mine) - len(run), CAVEATS.get(about, "")))
     return found
 
 
