@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import kills
+from foof.study.search import estimate
 from foof.study.search import sweep as module
 from foof.study.search.estimate import core_seconds, hours, remaining
 from foof.study.search.grids import VETS, Row, Search, between, damping_grid, look, lr_at, lr_grid, lr_index, rectangle, tune, tune_all
@@ -639,6 +641,14 @@ def test_what_remains_counts_seeds_in_full_and_the_rest_of_a_grid_in_short():
     there = {s: ended(s, 2 - (s.lr == 0.3)) for s in [*seeds, TINY.but(lr=1.0)]}
     assert remaining(around, there.get) == [TINY.but(lr=0.1, steps=2)]
     assert len(remaining(Search(TINY, rectangle((0.1, 0.3))), lambda s: None)) == 5
+
+
+def test_the_pace_of_a_machine_is_that_of_its_products(monkeypatch):
+    """By hand: products that take a second each, on a machine as fast as the estimates suppose, have the matrix's size to match."""
+    threads, clock = torch.get_num_threads(), iter(range(100))
+    monkeypatch.setattr(estimate, "perf_counter", lambda: float(next(clock)))
+    assert estimate.pace(size=100) == pytest.approx(2 * 100**3 / estimate.RATE)
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("trials", [3, 9])

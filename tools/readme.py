@@ -6,19 +6,21 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from foof.study.paper.answers import WORDS, Answer, answers
+from foof.study.paper.answers import Answer, answers
+from foof.study.paper.catalogue import CATALOGUE
 from foof.study.paper.changes import UNTIL, changes
 from foof.study.paper.experiments import EARLIER, Outcome, committed, experiments_of
 from foof.study.paper.left import left, total
 from foof.study.paper.notes import NOT_REPRODUCED, RELEASED
-from foof.study.paper.searches import FOOF_10
+from foof.study.paper.rules import Term
+from foof.study.paper.searches import FOOF_10, KFAC, SGD, STANDARD
+from foof.study.paper.searches import RELEASED as RELEASED_CODE
 from foof.study.paper.trials import trials
 from foof.study.paper.verdicts import Ruling, Verdict
 from foof.study.search.presets import PRESETS
 from foof.study.show.drawings import Curves, draw
-from foof.study.show.headline import headline
 from foof.study.show.report import recalled
-from foof.study.show.scoreboard import groups, scoreboard_svg
+from foof.study.show.scoreboard import MARKS, brief, groups, scoreboard_svg
 from foof.study.show.svg import curves_svg, side_by_side
 
 ROOT = Path(__file__).parents[1]
@@ -77,18 +79,44 @@ def _verdicts(found: list[Outcome]) -> list[Verdict]:
 
 
 def findings(found: list[Outcome]) -> str:
-    """The board, how many claims hold, and the three answers, each with its numbers."""
-    counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(_verdicts(found)))
-    top = headline([(PAPER, found)])
-    assert top is not None
+    """The board, how many claims hold in each part of the paper, the three answers, and what was found on the way."""
+    small = reduced_outcomes()
     lines = [
         f"![Every claim as a cell with its verdict, its ratio and interval]({BOARD.relative_to(ROOT)})", "",
-        f"Judged at the paper's scale so far: {counts}.", "",
-        *(f"- *{a.question}* {a.word}: {_each(a)}" for a in answers(found)),
-        f"- {top.sentence}",
-        *reduced(reduced_outcomes()),
+        *_counted(found, small), "",
+        "2× (1.8–2.3) is a ratio of losses with its 95 % interval: half the loss.", "",
+        *(f"- *{a.question}* {a.word}. {_each(a)}" for a in answers(found)),
+        f"- {_standard(found)}",
+        *reduced(small),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _counted(found: list[Outcome], small: list[Outcome]) -> list[str]:
+    """A table: how many statements hold in each part of the paper."""
+    parts = {
+        "Figs. 1 to 4, Fashion-MNIST": _core(found),
+        "Appendices, Fashion-MNIST": _appendices(found),
+        "The same on MNIST": [o for o in found if o.experiment.dataset == "mnist" and not _net(o)],
+        f"Convolutions and autoencoders, at a {REDUCED.mark}": small,
+    }
+    rows = []
+    for part, those in parts.items():
+        n = Counter(v.ruling for v in _verdicts(those))
+        rows.append((part, *(str(n[r]) for r in Ruling)))
+    return _table(("", *(str(r) for r in Ruling)), rows)
+
+
+def _standard(found: list[Outcome]) -> str:
+    """Fig. 3A in a sentence: where each damping ends."""
+    a = next(o for o in found if o.experiment.id == "fig3a").found
+    ends = {label: Term(label).spread(a, None) for label in (STANDARD, RELEASED_CODE, KFAC, SGD)}
+    return (
+        f"*Does KFAC with standard damping perform like SGD (Fig. 3A)?* At step {PAPER.base.steps:,} it is at {ends[STANDARD]} with the "
+        f"system solved as Eq. (3) says, at {ends[RELEASED_CODE]} with the released code's transposed rotation, SGD at {ends[SGD]}, KFAC "
+        f"with heuristic damping at {ends[KFAC]}; the paper's figure ends at step {PAPER.early:,}, where they are closer "
+        "([why](docs/judging.md))."
+    )
 
 
 def beside_published(there: list[Outcome]) -> str:
@@ -113,18 +141,17 @@ def reduced(there: list[Outcome]) -> list[str]:
     """What the convolutional half says where it has been run: at a reduced scale."""
     if not there:
         return []
-    counts = "; ".join(f"{g.title.lower()}: {g.counts}" for g in groups(_verdicts(there)))
     said = " ".join(f"*{a.question}* {_each(a)}" for a in answers(there) if a.ruling is not Ruling.NOT_RUN)
     beside = "[beside the published curves](docs/study.md#the-convolutional-half)"
-    return [f"- Convolutional networks and autoencoders (Fig. 5, Figs. J.12–J.22), at a reduced scale alone, {beside}: {counts}. {said}"]
+    return [f"- The same questions of convolutional networks and autoencoders, {beside}: {said}"]
 
 
 def _each(answer: Answer) -> str:
-    """What every comparison of a question says, and by which ratio."""
+    """What every comparison of a question says, marked as on the board, and by which ratio."""
     if answer.ruling is Ruling.NOT_RUN:
         return "Not run."
     ran = [(setting, measured) for setting, measured in answer.parts if measured.ruling is not Ruling.NOT_RUN]
-    said = [f"{setting.removesuffix(', reduced')}: {WORDS[m.ruling].lower()} ({m.conditions[0].effect})" for setting, m in ran]
+    said = [f"{MARKS[m.ruling]} {setting.removesuffix(', reduced')}: {brief(m.conditions[0])}" for setting, m in ran]
     return "; ".join(said) + "."
 
 
@@ -135,6 +162,17 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 def _core(found: list[Outcome]) -> list[Outcome]:
     """Figs. 1 to 4 on Fashion-MNIST."""
     return [o for o in found if o.experiment.figure[:4] in ("fig1", "fig2", "fig3", "fig4") and o.experiment.dataset == "fashion-mnist"]
+
+
+def _net(o: Outcome) -> bool:
+    """Is it of the convolutional half?"""
+    return CATALOGUE[o.experiment.figure].nets
+
+
+def _appendices(found: list[Outcome]) -> list[Outcome]:
+    """What is asked of Fashion-MNIST beside Figs. 1 to 4."""
+    core = _core(found)
+    return [o for o in found if o.experiment.dataset == "fashion-mnist" and o not in core and not _net(o)]
 
 
 def claims(found: list[Outcome]) -> str:

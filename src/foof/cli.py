@@ -45,7 +45,7 @@ try:
     )  # fmt: skip
     from foof.study.paper.verdicts import Ruling, deciding, of
     from foof.study.search import store, sweep
-    from foof.study.search.estimate import hours, remaining
+    from foof.study.search.estimate import hours, pace, remaining
     from foof.study.search.grids import RunAll, Search, damping_grid, lr_grid, rectangle, tune
     from foof.study.search.presets import PRESETS, Preset
     from foof.study.show import report
@@ -138,7 +138,7 @@ def _announce(experiments: Sequence[Experiment], size: Preset, into: store.Store
     searches = [search for e in experiments for search in e.searches(size).values()]
     get = remembered(into)
     runs = list(dict.fromkeys(s for search in searches for s in remaining(search, get)))
-    minutes, cores = 60 * hours(runs), workers or os.cpu_count() or 1
+    minutes, cores = 60 * hours(runs) / pace(), workers or os.cpu_count() or 1
     console.print(f"[bold]foof reproduce[/] · {size.name} ({size.about})")
     if runs:
         console.print(f"{len(runs)} runs to do (grids may grow, winners run again with all seeds): about {minutes:.0f} core-minutes, "

@@ -1,9 +1,15 @@
-"""How long a run will take on one core, from counting its multiplications: good to a factor of two, enough to plan with."""
+"""How long a run will take on one core, from counting its multiplications: good to a factor of two, enough to plan with.
+
+Plans are made with one RATE for all machines, so that they are the same everywhere; `pace` says what that is worth on this one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+from time import perf_counter
+
+import torch
 
 from foof.study.search.grids import SELECTS, Get, Search, look
 from foof.study.train.methods import by_conjugate_gradients
@@ -80,6 +86,20 @@ def remaining(search: Search, get: Get) -> list[Setting]:
         winner = found.tuned.best.but(steps=search.base.steps, measure=search.base.measure)
     wanted = (*found.missing, *others[: max(to_come, 0)], *search.vetting(winner)[1:], *search.reports(winner))
     return [s for s in dict.fromkeys(wanted) if get(s) is None]
+
+
+def pace(size: int = 1000, times: int = 10) -> float:
+    """How many times as fast as RATE this machine is, from the best of a few products of large matrices on one core."""
+    threads, A = torch.get_num_threads(), torch.ones(size, size)
+    torch.set_num_threads(1)
+    try:
+        began = [perf_counter()]
+        for _ in range(times):
+            A @ A
+            began.append(perf_counter())
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * size**3 / min(b - a for a, b in pairwise(began)) / RATE
 
 
 def hours(runs: Iterable[Setting]) -> float:
