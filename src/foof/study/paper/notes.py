@@ -92,8 +92,8 @@ PAPER_SIZE: dict[str, str] = {  # where it is as large
     "its systems are solved by conjugate gradients in float64 (the oldest runs by a factorisation in float32: losses agree to 5e-6).",
     "fig2c": "Natural gradients with the full Fisher, of which each step factorises four matrices of order 9,000, are run, and compared, "
     f"for 50 steps, their grid for 10. {FULL_SCALE}",
-    "fig3a": "Every method has twenty-seven trials, half as many again as elsewhere: with eighteen, standard damping won beside a λ that "
-    f"could still grow. The paper gives no setting for it without the transposition: smaller λ are tried for it. {TO_THE_END} "
+    "fig3a": "Every method has twenty trials, two more than elsewhere: with eighteen, standard damping won beside a λ that could "
+    f"still grow. The paper gives no setting for it without the transposition: smaller λ are tried for it. {TO_THE_END} "
     f"{RELEASED}",
     "fig3b": f"{RELEASED} {NOT_REPRODUCED}",
     "fig3c": f"Six learning rates are tried for each λ. {TO_THE_END}",

@@ -175,8 +175,8 @@ def _to_the_end(p: Preset, found: Search, *options: tuple[str, str]) -> Search:
 
 
 def fig3a(p: Preset, d: str) -> Runs:
-    """Both standard dampings are searched from the paper's setting down to λ where the released one diverges. Every method has half as many
-    trials again as in the other figures: with as many as there standard damping was at an edge that could still grow."""
+    """Both standard dampings are searched from the paper's setting down to λ where the released one diverges. Every method has two trials more
+    than in the other figures: with as many as there standard damping won beside a λ that could still grow."""
     standard = ("damping_mode", "standard")
     found = {
         KFAC: _kfac(p, d),
@@ -185,7 +185,7 @@ def fig3a(p: Preset, d: str) -> Runs:
         RELEASED: _to_the_end(p, _released(p, d)),
         SGD: _sgd(p, d),
     }
-    return {label: search_ if label == HEURISTIC else replace(search_, trials=search_.trials * 3 // 2) for label, search_ in found.items()}
+    return {label: search_ if label == HEURISTIC else replace(search_, trials=search_.trials + 2) for label, search_ in found.items()}
 
 
 def _standard(p: Preset, d: str) -> Search:
