@@ -2,9 +2,11 @@
 
 Every condition is one on a ratio of two quantities, or of one and a number: paired over seeds, as logarithms, with a 95 % interval
 (`verdicts.Effect`). It holds if the whole interval lies where the claim wants it, does not hold if none of it does, and is undecided
-otherwise. So each rule says in both directions what would refute it. Where the worse of two losses was found at the edge of its grid,
-beyond which it may get better, twice as much is asked; where only the beginning of one has been run, as much more as the other would have
-gained by being chosen there.
+otherwise. So each rule says in both directions what would refute it.
+
+A run that diverged counts as ten times its first loss, at which a run is said to have exploded; where all of a method's did, the ratio is
+infinite. Where the worse of two losses was found at the edge of its grid, beyond which it may get better, twice as much is asked; where
+only the beginning of one has been run, as much more as the other would have gained by being chosen there.
 """
 
 from __future__ import annotations
@@ -19,11 +21,21 @@ from scipy.stats.contingency import odds_ratio
 
 from foof.study.paper.searches import timed
 from foof.study.paper.verdicts import CONFIDENCE, Condition, Effect, Ruling, Spread, effect, spread
-from foof.study.search.grids import Tuned, exploded_until
+from foof.study.search.grids import EXPLODED, Tuned, exploded_until
 from foof.study.train.setting import Record
 
 Found = Mapping[str, Tuned]  # what each search of an experiment found; those without records are left out
 EDGE = 2.0  # what a loss at the edge of its grid may still gain
+
+
+def _mean_early(name: str) -> Callable[[Record, int | None], float]:
+    """Mean of the first tenth of a measured series."""
+
+    def value(record: Record, until: int | None = None) -> float:
+        values = record.series.get(name, [])
+        return statistics.fmean(values[: max(len(values) // 10, 1)]) if values else math.nan
+
+    return value
 
 
 def _mean_of(name: str, late: bool) -> Callable[[Record, int | None], float]:
@@ -99,6 +111,7 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "damping": Quantity("λ", _damping),
     "lambda_A": Quantity("λ_A, geometric mean over layers", _mean_of("lambda_A", late=True)),
+    "lambda_A_first": Quantity("λ_A in the first tenth of the run", _mean_early("lambda_A")),
     "sigma_drift": Quantity("relative change of Σ in 100 steps", _mean_of("sigma_drift", late=True)),
     "sigma_noise": Quantity("relative error of one mini-batch's Σ", _mean_of("sigma_noise", late=True)),
     "inverse_seconds": Quantity("time of an inverse", _final("inverse_seconds"), 1000, " ms"),
@@ -134,6 +147,14 @@ class Term:
         quantity = QUANTITIES[self.quantity]
         scale = seconds_per_step(found, self.label) if quantity.timed else quantity.scale
         return {r.setting.seed: scale * quantity.value(r, until) for r in found[self.label].records}
+
+    def counted(self, found: Found, until: int | None) -> dict[int, float]:
+        """The same, as ratios count it: where some runs diverged, and not all, each of them counts as if it had just exploded."""
+        values = self.values(found, until)
+        if self.quantity in LOSSES and not all(map(math.isinf, values.values())):
+            first = {r.setting.seed: (r.series.get("loss") or [math.inf])[0] for r in found[self.label].records}
+            values = {seed: EXPLODED * first[seed] if math.isinf(x) else x for seed, x in values.items()}
+        return values
 
     def spread(self, found: Found, until: int | None) -> Spread:
         return spread(self.values(found, until).values())
@@ -205,7 +226,7 @@ class Between:
 
     def judge(self, found: Found, until: int | None) -> Measured:
         until = _both(self.a, self.b, found, until)
-        e = effect(self.a.values(found, until), self.b.values(found, until))
+        e = effect(self.a.counted(found, until), self.b.counted(found, until))
         says = [t.say(found, until) if self.a.label != self.b.label else self._unlabelled(t, found, until) for t in (self.a, self.b)]
         condition = Condition(e, self.low, self.high, self.open_above)
         may_change = self.a.quantity in LOSSES and (self._may_still_gain(condition, found) or self._chosen_elsewhere(condition, found))
@@ -241,6 +262,61 @@ def lower(a: Term, b: Term, by: float = 1.0) -> Between:
 def similar(a: Term, b: Term, factor: float) -> Between:
     """a and b differ by no more than a factor, in either direction."""
     return Between(a, b, 1 / factor, factor)
+
+
+@dataclass(frozen=True)
+class Widens:
+    """b loses more by a change of setting than a does: ``b/b₀`` lies above ``a/a₀``, zeros being before the change."""
+
+    a: Term
+    b: Term
+    a_0: Term
+    b_0: Term
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return self.a, self.b, self.a_0, self.b_0
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(label for term in self.terms for label in term.needs))
+
+    def text(self) -> str:
+        title = QUANTITIES[self.a.quantity].title
+        return f"{title}: {self.b.label} over {self.b_0.label}, above {self.a.label} over {self.a_0.label}; refuted below"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        (a, costs_a), (b, costs_b) = (self._cost(*pair, found, until) for pair in ((self.a, self.a_0), (self.b, self.b_0)))
+        e = effect(a, b)
+        condition = Condition(e, 1.0, math.inf)
+        sure = not any(found[t.label].on_edge for t in self.terms) and len({found[t.label].to_the_end for t in self.terms}) == 1
+        says = f"{self.b.label}: {costs_b} times its loss at {self.b_0.label}; {self.a.label}: {costs_a} times that at {self.a_0.label}"
+        return Measured(f"{says}; ratio {e}{_at(self.a, until)}", condition.ruling if sure else Ruling.UNDECIDED, (condition,))
+
+    def _cost(self, after: Term, before: Term, found: Found, until: int | None) -> tuple[dict[int, float], Effect]:
+        x, y = after.counted(found, until), before.counted(found, until)
+        return {seed: x[seed] / y[seed] for seed in x.keys() & y.keys()}, effect(y, x)
+
+
+@dataclass(frozen=True)
+class Provided:
+    """A rule that holds only where what is `given` does: where all methods are alike, that two of them are is no finding."""
+
+    rule: Rule
+    given: Rule
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.rule.needs, *self.given.needs)))
+
+    def text(self) -> str:
+        return f"{self.rule.text()}; undecided unless {self.given.text().partition(';')[0]}"
+
+    def judge(self, found: Found, until: int | None) -> Measured:
+        measured, provided = self.rule.judge(found, until), self.given.judge(found, until)
+        if measured.ruling is not Ruling.HOLDS or provided.ruling is Ruling.HOLDS:
+            return measured
+        return replace(measured, text=f"{measured.text} (but {provided.text})", ruling=Ruling.UNDECIDED)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ STANDARD, RELEASED = "KFAC, standard damping", "KFAC, standard damping as releas
 NATURAL_FULL, NATURAL_MC = "Natural gradient, full Fisher", "Natural gradient, MC Fisher"
 BY_LAYER, BY_LAYER_FULL, BY_LAYER_MC = (f"Natural gradient, by layer{of}" for of in ("", ", full Fisher", ", MC Fisher"))
 KFAC_ONE_BATCH, PER_DATAPOINT = "KFAC, subsampled", "FOOF per datapoint"
-FOOF_10, FOOF_BAYESIAN = "FOOF, T = 10", "FOOF, Bayesian λ"
+FOOF_10, FOOF_BAYESIAN, FOOF_BEST = "FOOF, T = 10", "FOOF, Bayesian λ", "FOOF of Fig. 4B"
 FOOF_EMA, FOOF_S, FOOF_MORE, FOOF_LESS = "FOOF, m = 0.999", "FOOF, S = 10", "FOOF, λ × 100", "FOOF, λ / 100"
 LARGER, LARGEST = "Natural gradient, larger D", "Natural gradient, largest D"
 DAMPINGS = (1e-4, 1e-6, 1e-8)  # of Figs. 3B-D: 1e-2, 1e-4, 1e-6 in the paper's scale
@@ -39,7 +39,7 @@ TS = (1, 10, 100)
 LATER = 200  # T > 100
 COARSE, FINE = "λ from 10^(2i)", "λ from 10^i"
 TIMED_STEPS = 200  # two periods of FOOF's T
-FULL_GRID = 20  # steps of the grids of full Fishers, of which one takes ten seconds and more
+FULL_GRID = 20  # steps of the grids of full Fishers of the whole network, of which one takes seconds
 
 
 def base(preset: Preset, dataset: str) -> Setting:
@@ -66,11 +66,9 @@ def _kfac(p: Preset, d: str) -> Search:
     return search(p, base(p, d).but(optimizer="kfac", options=EVERY_TEN), (3e-3, 1e-2), (1e-2, 1e-2), urgency=0)
 
 
-def _foof(p: Preset, d: str, T: int = 100, **options: float) -> Search:
-    chosen = {"T": T, "S": T, **options}
-    setting = base(p, d).but(optimizer="foof", options=tuple(chosen.items()))
-    ridge = None if options else RIDGE  # variants of it keep its λ
-    return search(p, setting, (0.3, 1.0), (1.0, 1.0), urgency=1 if options or T != 100 else 0, ridge=ridge)
+def _foof(p: Preset, d: str, T: int = 100) -> Search:
+    setting = base(p, d).but(optimizer="foof", options=(("T", T), ("S", T)))
+    return search(p, setting, (0.3, 1.0), (1.0, 1.0), urgency=0 if T == 100 else 1)
 
 
 def _natural(p: Preset, d: str, *options: tuple[str, int | str | bool], urgency: int = 1) -> Search:
@@ -85,9 +83,9 @@ def fig1a(p: Preset, d: str) -> Runs:
 
 
 def fig1b(p: Preset, d: str) -> Runs:
-    """Of a Fisher from one batch, whether a step explodes differs from seed to seed: what wins is vetted."""
+    """Of a Fisher from one batch, whether a step explodes differs from seed to seed: what wins of KFAC is vetted."""
     subsampled = base(p, d).but(optimizer="kfac", options=(("T", 10), ("S", 1), ("ema", 0.0)))
-    return {KFAC_ONE_BATCH: search(p, subsampled, (3e-3, 1e-2), (3e-3, 1e-2), vetted=True), NATURAL: _natural(p, d)}
+    return {KFAC_ONE_BATCH: search(p, subsampled, (3e-3, 1e-2), (3e-3, 1e-2), vetted=True), NATURAL: _natural(p, d), SGD: _sgd(p, d)}
 
 
 def fig1c(p: Preset, d: str) -> Runs:
@@ -133,7 +131,7 @@ def fig2a(p: Preset, d: str) -> Runs:
     full = full_batch(p, d).but(hidden=())
     found = {
         KFAC: search(p, full.but(optimizer="kfac", options=THIS_BATCH), (0.1, 1e-3), (0.3, 1e-3), ridge=(-4, 4), vetted=True),
-        NATURAL_FULL: _exact(p, full, (0.1, 0.1), (0.3, 0.1)),
+        NATURAL_FULL: _exact(p, full, (0.1, 0.1), (0.3, 0.1), grid_steps=p.full_steps),
         NATURAL_MC: search(p, full.but(optimizer="natural"), (0.01, 0.01), (0.03, 0.01), ridge=(-4, 4), vetted=True),
         SGD: _momenta(p, full, 0.03, 0.1, vetted=True),
         GD: search(p, full.but(optimizer="sgd"), (0.03, None), (0.1, None), vetted=True),
@@ -175,8 +173,8 @@ def _to_the_end(p: Preset, found: Search, *options: tuple[str, str]) -> Search:
 
 
 def fig3a(p: Preset, d: str) -> Runs:
-    """Both standard dampings are searched from the paper's setting down to λ where the released one diverges. Every method has two trials more
-    than in the other figures: with as many as there standard damping won beside a λ that could still grow."""
+    """Both standard dampings are searched from the paper's setting down to λ where the released one diverges. Every method has two trials
+    more than in the other figures: with as many as there standard damping won beside a λ that could still grow."""
     standard = ("damping_mode", "standard")
     found = {
         KFAC: _kfac(p, d),
@@ -283,16 +281,19 @@ def per_datapoint(p: Preset, d: str) -> Runs:
 
 
 def robustness(p: Preset, d: str) -> Runs:
-    """Appendix D.3: FOOF with one thing changed at a time; the learning rate goes with the damping (α/λ)."""
-    foof, larger, smaller = _foof(p, d), 100.0, 0.01
-    base_ = foof.base
+    """Appendix D.3: FOOF with one thing changed at a time, at the λ that is best for it, or a hundred times more or less; the learning rate
+    goes with λ (α/λ), and is searched."""
+    best = (0.03, 0.01) if p.centred else (1.0, 1.0)  # what Fig. 4B's search finds at the paper's size, on the ladder
+    foof = _foof(p, d)
+
+    def changed(lr: float, damping: float, **options: float) -> Search:
+        setting = foof.base.but(options=tuple({**dict(foof.base.options), **options}.items()))
+        return search(p, setting, (lr, damping), (lr, damping), urgency=2, known=False, ridge=None)
+
+    more, less = ((0.3, 1.0), (3e-3, 1e-4)) if p.centred else ((30.0, 100.0), (0.03, 0.01))
     return {
-        SGD: _sgd(p, d), FOOF: foof,
-        FOOF_EMA: _foof(p, d, ema=0.999),
-        FOOF_S: _foof(p, d, S=10),
-        FOOF_10: _foof(p, d, 10),
-        FOOF_MORE: search(p, base_, (30.0, larger), (30.0, larger), urgency=2, known=False, ridge=None),
-        FOOF_LESS: search(p, base_, (3e-3, smaller), (0.03, smaller), urgency=2, known=False, ridge=None),
+        SGD: _sgd(p, d), FOOF: foof, FOOF_10: _foof(p, d, 10),
+        FOOF_EMA: changed(*best, ema=0.999), FOOF_S: changed(*best, S=10), FOOF_MORE: changed(*more), FOOF_LESS: changed(*less),
     }  # fmt: skip
 
 
@@ -311,6 +312,7 @@ def inside(p: Preset, d: str) -> Runs:
     return {
         FOOF: fixed(p, looked.but(options=(("T", 100), ("S", 100), ("measure_every", 100 if p.fine else 1))), urgency=2),
         KFAC: fixed(p, split.but(options=(*EVERY_TEN, ("measure_every", 2 * p.base.log_every))), urgency=2),
+        FOOF_BEST: _foof(p, d),
     }
 
 

@@ -14,7 +14,7 @@ from foof.study.paper import published
 from foof.study.paper.catalogue import CATALOGUE
 from foof.study.paper.experiments import Outcome
 from foof.study.paper.rules import LOSSES, Found, Term, seconds_per_step
-from foof.study.paper.searches import FOOF, FOOF_LAMBDA_A, KFAC, timed
+from foof.study.paper.searches import FOOF, FOOF_BEST, FOOF_LAMBDA_A, KFAC, timed
 from foof.study.paper.toy import Toy, toy
 from foof.study.paper.verdicts import Spread, spread
 from foof.study.search.presets import Preset
@@ -201,7 +201,7 @@ def accuracies(figure: str, dataset: str, found: Found, preset: Preset) -> list[
 
 
 def insides(figure: str, dataset: str, found: Found, preset: Preset) -> list[Drawing]:
-    """Along FOOF's run Σ as it changes and as a mini-batch estimates it; along KFAC's λ_A, beside FOOF's λ."""
+    """Along FOOF's run Σ as it changes and as a mini-batch estimates it; along KFAC's λ_A, beside the λ that FOOF's search has found."""
     drawn: list[Drawing] = []
     if FOOF in found:
         records, names = found[FOOF].records, {"sigma_drift": "since 100 steps before", "sigma_noise": "of one mini-batch's estimate"}
@@ -209,7 +209,7 @@ def insides(figure: str, dataset: str, found: Found, preset: Preset) -> list[Dra
         drawn.append(Curves("Relative distance from Σ", curves, (), "relative distance", log=False))
     if KFAC in found:
         split = curve(found[KFAC].records, "KFAC: λ_A", "lambda_A", x="measured_at")
-        chosen = Term(FOOF, "damping").spread(found, None).mean if FOOF in found else math.nan
+        chosen = Term(FOOF_BEST, "damping").spread(found, None).mean if FOOF_BEST in found else math.nan
         level = [chosen] * len(split.steps)
         own = [Curve("FOOF: λ", split.steps, level, level, level, 1)] if math.isfinite(chosen) else []
         drawn.append(Curves("Damping of Σ: KFAC's λ_A and FOOF's λ", [split, *own], (), "damping", log=True))
