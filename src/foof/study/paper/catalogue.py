@@ -14,7 +14,7 @@ class Entry:
     claimed: str
     mnist: str = ""  # where the paper has the same for MNIST; empty: nowhere
     draws: str = "loss"
-    early: bool = False  # only the first part of training counts, as in Fig. 3
+    early: bool = False  # the published figure ends before training does, as Fig. 3: its end is shown beside that of training
     nets: bool = False  # of the convolutional half, which has data sets of its own
 
 

@@ -137,7 +137,7 @@ FOUND: dict[str, str] = {  # on Fashion-MNIST at the paper's size
 
 # The convolutional half ------------------------------------------------------------------------------------------------
 
-IMAGES = "Images are flipped and cropped at random, momentum (0.9) starts with the second epoch, all methods have nine trials."
+IMAGES = "Images are flipped and cropped at random, momentum (0.9) starts with the second epoch, all methods have nine trials first."
 CODED = (
     "Losses are mean squared errors per pixel; what is minimised is half the sum of squares, whose Fisher KFAC takes. The paper does "
     "not say "

@@ -140,14 +140,14 @@ PRESETS: dict[str, Preset] = {
     ),
     "reduced": Preset(
         "reduced", "hours on two cores: the convolutional half alone, much smaller than the paper's: ResNet18 and VGG11 of width 8 on "
-        "2,000 images, 10 epochs; autoencoders of half the width, 600 steps with batches of 500; nine trials for every method; what "
+        "2,000 images, 10 epochs; autoencoders of half the width, 600 steps with batches of 500; nine trials for every method first; what "
         "wins must not explode on two more seeds, and is run with three others",
         Setting(), seeds=3, vets=2, fine=True, images=0, full_steps=0, early=0, datasets=(), nets=REDUCED_NETS, reduced=True,
     ),
     "paper": Preset(
         "paper", "many hours: the paper's network on all of Fashion-MNIST and MNIST, 10 epochs; its own settings first, then shorter runs "
-        "around them; what is clearly better there (by a tenth) goes on; five seeds of what wins where a run takes up "
-        "to 12 minutes on one core, and of Fig. 1D, three elsewhere, twenty in Fig. 2A, where it takes seconds",
+        "around them; what is clearly better there (by a tenth), and the best of each λ, go on; five seeds of what wins where a run takes "
+        "up to 12 minutes on one core, and of Fig. 1D, three elsewhere, twenty in Fig. 2A, where it takes seconds",
         Setting(source="full", steps=6000), seeds=3, fine=True, images=1000, full_steps=100, early=1800,
         datasets=("fashion-mnist", "mnist"), centred=True, grid_steps=1200, extend=3, nets=PAPER_NETS, short_seeds=5, layer_seeds=20,
     ),
@@ -172,7 +172,7 @@ def search(
     At the paper's size every method has `TRIALS` trials first, and `IN_ALL` times as many once its grid has grown and been filled: a
     damped one three λ, `every` so many decades, of which `below` are smaller than the paper's, each with three learning rates that follow
     its `ridge`; without a ridge λ is given. The smaller study searches learning rates. `vetted`: what wins must not explode on as many
-    more seeds as report it.
+    more seeds as report most figures.
     """
     lr, damping = paper if preset.centred or quick is None else quick
     row = Row(ladder(lr, 3) if preset.fine else (lr,), damping)
