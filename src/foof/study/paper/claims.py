@@ -115,6 +115,8 @@ SECTION_3: tuple[Claim, ...] = (
           _lower(r.KFAC, r.STANDARD), "Fig. J.10A", "ours", changed=AT_THE_END),
     Claim("standard-like-sgd", "fig3a", "Fig. 3A", "With standard damping KFAC performs like SGD.",
           _like(r.STANDARD, r.SGD), "Fig. J.10A", changed=AT_THE_END),
+    Claim("standard-like-adam", "fig3a", "Section 6", "With standard damping KFAC performs like Adam.", _like(r.STANDARD, r.ADAM),
+          "Section 6", changed=LATER),
     Claim("released-worse", "fig3a", "Fig. 3A, released code", "The released code's standard damping, which is transposed, is worse "
           "than the heuristic.",
           _lower(r.HEURISTIC, r.RELEASED), "Fig. J.10A", "released", changed=AT_THE_END),

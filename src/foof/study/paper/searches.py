@@ -77,9 +77,12 @@ def _natural(p: Preset, d: str, *options: tuple[str, int | str | bool], urgency:
     return search(p, setting, (1e-5, 1e-4), (1e-4, 1e-2), urgency=urgency, ridge=(-4, 4))
 
 
+def _adam(p: Preset, d: str) -> Search:
+    return search(p, base(p, d).but(optimizer="adam"), (1e-4, None), (3e-4, None), urgency=0)
+
+
 def fig1a(p: Preset, d: str) -> Runs:
-    adam = search(p, base(p, d).but(optimizer="adam"), (1e-4, None), (3e-4, None), urgency=0)
-    return {SGD: _sgd(p, d), ADAM: adam, KFAC: _kfac(p, d), NATURAL: _natural(p, d, urgency=0)}
+    return {SGD: _sgd(p, d), ADAM: _adam(p, d), KFAC: _kfac(p, d), NATURAL: _natural(p, d, urgency=0)}
 
 
 def fig1b(p: Preset, d: str) -> Runs:
@@ -182,6 +185,7 @@ def fig3a(p: Preset, d: str) -> Runs:
         STANDARD: _to_the_end(p, _standard(p, d), standard),
         RELEASED: _to_the_end(p, _released(p, d)),
         SGD: _sgd(p, d),
+        ADAM: _adam(p, d),
     }
     return {label: search_ if label == HEURISTIC else replace(search_, trials=search_.trials + 2) for label, search_ in found.items()}
 
