@@ -127,12 +127,12 @@ FOUND: dict[str, str] = {  # on Fashion-MNIST at the paper's size
     "it explodes on no seed that vets, and that is what decides: KFAC at (0.0003, 1e-5) ends at 0.0001 on nine seeds of eleven, and "
     "explodes on two; at (0.003, 0.001), which explodes on none, at 0.002. Natural gradients with the full Fisher end at 0.0003 at "
     "(0.1, 0.01) on four seeds of six, and explode on two; at (0.1, 0.1), which explodes on none, at 0.0028.",
-    "fig3a": "The published curve of heuristic damping is that of Fig. 3C at λ = 0.0001; the learning rate that is best for it at step 1,800 "
-    "takes it from 0.05 there to 0.8 at 6,000. Beside it stands the KFAC of Fig. 1A. Each at its best, the released rotation ends "
+    "fig3a": "The published curve of heuristic damping is that of Fig. 3C at λ = 0.0001; the learning rate that is best for it at step "
+    "1,800 takes it from 0.05 there to 0.8 at 6,000. Beside it stands the KFAC of Fig. 1A. Each at its best, the released rotation ends "
     "about where the corrected one does, at 0.084 and 0.080; small λ of the latter lead at step 1,800, and stall. Past the figure's "
     "axis, at step 5,991, the published curves are at 0.115 (standard damping), 0.146 (SGD) and 0.038 (heuristic).",
-    "fig3b": "The paper does not say which λ its FOOF had beside standard damping. The published curve of standard damping ends at 0.10; ours "
-    "is at 0.23 with the corrected rotation, at 0.15 as released.",
+    "fig3b": "The paper does not say which λ its FOOF had beside standard damping. The published curve of standard damping ends at 0.10; "
+    "ours is at 0.23 with the corrected rotation, at 0.15 as released.",
     "fig3d": "FOOF is below KFAC at every λ, so that the order alone says nothing of damping. At step 1,800, each λ with the learning "
     "rate that is best there, KFAC is ahead of FOOF at λ = 1e-6, and behind, by a factor of two, at 1e-8.",
 }
