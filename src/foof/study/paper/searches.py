@@ -187,7 +187,7 @@ def fig3a(p: Preset, d: str) -> Runs:
         SGD: _sgd(p, d),
         ADAM: _adam(p, d),
     }
-    return {label: search_ if label == HEURISTIC else replace(search_, trials=search_.trials + 2) for label, search_ in found.items()}
+    return {k: replace(s, trials=s.trials + 2) if s.trials and k != HEURISTIC else s for k, s in found.items()}
 
 
 def _standard(p: Preset, d: str) -> Search:
