@@ -15,7 +15,7 @@ from foof.study.paper import networks, published
 from foof.study.paper.answers import answers
 from foof.study.paper.claims import AUTOENCODERS, CONVOLUTIONS
 from foof.study.paper.experiments import chosen, conduct, experiments_of, lacking
-from foof.study.paper.rules import All, Term
+from foof.study.paper.rules import All, Provided, Term
 from foof.study.paper.searches import FOOF, KFAC, SGD
 from foof.study.paper.verdicts import Ruling
 from foof.study.search.estimate import core_seconds
@@ -335,8 +335,8 @@ def test_the_paper_s_own_curves_do_not_refute_its_claims():
         ends = {}
         for series in (s for p in published.panels(claim.experiment, "") for s in p.series):
             ends[series.label] = min(end_of(series), ends.get(series.label, math.inf))
-        conditions = claim.rule.rules if isinstance(claim.rule, All) else (claim.rule,)
-        for c in conditions:
+        rule = claim.rule.rule if isinstance(claim.rule, Provided) else claim.rule
+        for c in rule.rules if isinstance(rule, All) else (rule,):
             if claim.about == "paper" and {c.a.quantity, c.b.quantity} <= {"loss", "averaged_loss"} and set(c.needs) <= set(ends):
                 ratio = ends[c.b.label] / ends[c.a.label]
                 against |= set() if c.low <= ratio <= c.high else {claim.id}
