@@ -97,7 +97,13 @@ class Effect:
         values = self.ratio, self.low, self.high
         while digits < 6 and len({f"{v:.{digits}g}" for v in values}) < len(set(values)):
             digits += 1
-        return f"{self.ratio:.{digits}g}", f"{self.low:.{digits}g}", f"{self.high:.{digits}g}"
+        ratio, low, high = (f"{v:.{digits}g}" for v in values)
+        return _plain(ratio), _plain(low), _plain(high)
+
+
+def _plain(number: str) -> str:
+    """480, not 4.8e+02."""
+    return f"{float(number):.0f}" if "e+0" in number else number
 
 
 @dataclass(frozen=True)
