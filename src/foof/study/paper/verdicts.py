@@ -103,7 +103,7 @@ class Effect:
 
 def _plain(number: str) -> str:
     """480, not 4.8e+02."""
-    return f"{float(number):.0f}" if "e+0" in number else number
+    return f"{float(number):.0f}" if "e+" in number and float(number) < 1e6 else number
 
 
 @dataclass(frozen=True)
