@@ -28,22 +28,13 @@ Found = Mapping[str, Tuned]  # what each search of an experiment found; those wi
 EDGE = 2.0  # what a loss at the edge of its grid may still gain
 
 
-def _mean_early(name: str) -> Callable[[Record, int | None], float]:
-    """Mean of the first tenth of a measured series."""
+def _mean_of(name: str, first: float = 0.0, last: float = 1.0) -> Callable[[Record, int | None], float]:
+    """Mean of a measured series from one share of its values to another: 0.5 to 1 is its second half."""
 
     def value(record: Record, until: int | None = None) -> float:
         values = record.series.get(name, [])
-        return statistics.fmean(values[: max(len(values) // 10, 1)]) if values else math.nan
-
-    return value
-
-
-def _mean_of(name: str, late: bool) -> Callable[[Record, int | None], float]:
-    """Mean of a measured series: all of it, or its second half."""
-
-    def value(record: Record, until: int | None = None) -> float:
-        values = record.series.get(name, [])
-        return statistics.fmean(values[len(values) // 2 if late else 0 :]) if values else math.nan
+        part = values[int(first * len(values)) : max(int(last * len(values)), 1)]
+        return statistics.fmean(part) if part else math.nan
 
     return value
 
@@ -102,18 +93,18 @@ QUANTITIES: dict[str, Quantity] = {
     "test_error": Quantity("share of test images mistaken", _error("test_accuracy"), 100, " %"),
     "averaged_loss": Quantity("training loss of averaged weights", _averaged),
     "averaged_test_error": Quantity("share of test images mistaken, weights averaged", _error("averaged_test_accuracy"), 100, " %"),
-    "similarity": Quantity("cosine with FOOF's update", _mean_of("similarity", late=True)),
-    "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease", late=False), 100, " %"),
-    "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without", late=False), 100, " %"),
+    "similarity": Quantity("cosine with FOOF's update", _mean_of("similarity", first=0.5)),
+    "decrease": Quantity("share of the batch's loss removed per update", _mean_of("decrease"), 100, " %"),
+    "decrease_without": Quantity("the same without the second factor", _mean_of("decrease_without"), 100, " %"),
     "test_loss": Quantity("loss on the test images", _final("test_loss")),
     "cpu_to_loss": Quantity(
         f"time on one core to a loss of {SOON:g}", _steps_to_loss, unit=" s", never="did not get there", timed=True
     ),
     "damping": Quantity("λ", _damping),
-    "lambda_A": Quantity("λ_A, geometric mean over layers", _mean_of("lambda_A", late=True)),
-    "lambda_A_first": Quantity("λ_A in the first tenth of the run", _mean_early("lambda_A")),
-    "sigma_drift": Quantity("relative change of Σ in 100 steps", _mean_of("sigma_drift", late=True)),
-    "sigma_noise": Quantity("relative error of one mini-batch's Σ", _mean_of("sigma_noise", late=True)),
+    "lambda_A": Quantity("λ_A, geometric mean over layers", _mean_of("lambda_A", first=0.5)),
+    "lambda_A_first": Quantity("λ_A in the first tenth of the run", _mean_of("lambda_A", last=0.1)),
+    "sigma_drift": Quantity("relative change of Σ in 100 steps", _mean_of("sigma_drift", first=0.5)),
+    "sigma_noise": Quantity("relative error of one mini-batch's Σ", _mean_of("sigma_noise", first=0.5)),
     "inverse_seconds": Quantity("time of an inverse", _final("inverse_seconds"), 1000, " ms"),
     "svd_seconds": Quantity("time of a singular value decomposition", _final("svd_seconds"), 1000, " ms"),
     "posterior_both": Quantity("test loss of the posterior with both factors", _final("posterior_both")),
